@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "recommend": (
         MODELS,
         "recommend_command",
-        "List the published models that fit your Macs, the largest first, with their predicted speed.",
+        "List the published models that fit your Macs, the largest first, each with its best plan.",
     ),
     "pull": (MODELS, "model_commands", "Download a model with its MTP head."),
     "models": (
@@ -77,11 +77,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "node": (TRUST, "trust_commands", "List the machines of the cluster, or remove one."),
     "key": (TRUST, "trust_commands", "Create, list or revoke the API keys of HTTP clients."),
-    "connect": (
-        TRUST,
-        "trust_commands",
-        "Make this machine a client of a cluster. Afterwards status, launch and other commands here find the server.",
-    ),
+    "connect": (TRUST, "trust_commands", "Make this machine a client of a cluster."),
     "ca": (TRUST, "trust_commands", "Rotate the certificate authority of the cluster."),
 }
 """The group on the help page, the file and the line of every command, in the order in which a new user needs them."""

@@ -20,7 +20,7 @@ import typer
 from coordinator.cli.client import call_server, unverified_tls
 from coordinator.cli.known_servers import CLIENT, KnownServer
 from coordinator.trust.authority import Authority
-from coordinator.trust.cluster_trust import ClientAccess, client_proof
+from coordinator.trust.client_access import ClientAccess, client_proof
 from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address

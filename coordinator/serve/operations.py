@@ -20,7 +20,7 @@ from coordinator.prompts.request_settings import TAG, check_model
 from coordinator.serve.client_settings import AGENTS, Endpoint, other_clients
 from coordinator.text.schemas import Json
 from coordinator.text.tokenizer import ModelInfo
-from coordinator.trust.cluster_trust import ClientAccess, Invitation
+from coordinator.trust.client_access import ClientAccess, Invitation
 from coordinator.trust.keys import is_own_connection
 from coordinator.web.access import check_origin
 from coordinator.web.context import Api, api_of

@@ -27,7 +27,7 @@ from coordinator.serve.live_status import LiveStatus
 from coordinator.serve.options import DEFAULT_WAIT, ServeOptions
 from coordinator.status.cluster_status import ModelStatus
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults, pack_vocabulary
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.client_access import Invitation
 from coordinator.web.context import Api, ApiOptions
 from coordinator.web.model_catalog import ModelLoader, quantization_text
 from mtp.checkpoint.format.checkpoint import Checkpoint

@@ -28,7 +28,8 @@ from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
 from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedParts, make_manager, served_name
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
 from coordinator.trust.authority import Authority
-from coordinator.trust.cluster_trust import ClientAccess, ClusterTrust
+from coordinator.trust.client_access import ClientAccess
+from coordinator.trust.cluster_trust import ClusterTrust
 from coordinator.trust.keys import KeyRing
 from coordinator.trust.registry import Registry
 from coordinator.web.context import ApiOptions

@@ -12,7 +12,6 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -20,11 +19,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from coordinator.trust.authority import AUTHORITY_LIFE, CERTIFICATE_LIFE, Authority
-from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
+from coordinator.trust.client_access import INVITATION_SECONDS, Invitation
+from coordinator.trust.keys import MACHINES_KEY
 from coordinator.trust.registry import Registry
 from proto import cluster_pb2 as pb
 from proto.announcement import join_address
-from proto.errors import AccessError, ClusterError, ProtocolError, UsageError
+from proto.errors import ClusterError, ProtocolError, UsageError
 from proto.rpc.listener import Acceptor, BackgroundTasks, bind_listener
 from proto.state_dir import read_json, write_private
 from proto.trust import joining
@@ -32,18 +32,6 @@ from proto.trust.certificates import NodeIdentity, Role, from_pem, key_to_pem, r
 from proto.trust.node_trust import NodeTrust
 
 log = logging.getLogger(__name__)
-
-INVITATION_SECONDS = 3600.0
-"""Seconds for which an invitation is valid: long enough to install the program on the new machine."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """One invitation. `command` holds the token, which admits one machine. `expires_at` is seconds since 1970."""
-
-    command: str = field(repr=False)
-    expires_at: int
-
 
 REFUSED = "the coordinator refused the token: {}. Get a new one with mtp-coord token create"
 """The answer to a refused token, with the reason."""
@@ -151,44 +139,6 @@ class JoinServer:
         self._registry.record_node(identity.node, name, expires, is_local=is_local)
         log.info("machine joined", extra={"peer": peer, "worker": name, "node": identity.node})
         return {"certificate": chain, "authorities": self._authority.bundle}
-
-
-class ClientAccess:
-    """The tokens of clients, and the keys that they get. `url` is that of the HTTPS server."""
-
-    def __init__(self, state: Path, authority: Authority, ring: KeyRing, url: str) -> None:
-        self._state = state
-        self._authority = authority
-        self._ring = ring
-        self._url = url
-
-    def invite(self, seconds: float = INVITATION_SECONDS, uses: int = 1) -> Invitation:
-        """Return the line for new clients."""
-        token = joining.new_token(self._authority.cluster, self._authority.fingerprint, self._url)
-        Registry(self._state).add_token(token, seconds, uses, for_clients=True)
-        return Invitation(f"mtp-coord connect {token}", round(time.time() + seconds))
-
-    @property
-    def authorities(self) -> str:
-        """The certificates in PEM with which clients check the server."""
-        self._authority.reload()
-        return self._authority.bundle
-
-    def admit(self, token_id: str, proof: str, name: str) -> str:
-        """Return a new API key for the holder of a token. Raises AccessError for a wrong proof."""
-        session = bytes.fromhex(self._authority.cluster)
-        try:
-            Registry(self._state).use_token(token_id, bytes.fromhex(proof), session, name, for_clients=True)
-        except (AccessError, ValueError) as error:
-            text = f"The token is refused: {error}. Get another with mtp-coord token create --client."
-            raise AccessError(text) from error
-        shown = "".join(c for c in name if c.isprintable())[:64]
-        return self._ring.create(f"{shown}-{token_id[:4]}", frozenset({Scope.INFERENCE, Scope.METRICS}))
-
-
-def client_proof(token: joining.JoinToken, name: str) -> str:
-    """Return the proof that `ClientAccess.admit` checks. The client sends it over TLS that it has verified."""
-    return token.proof(bytes.fromhex(token.cluster), name).hex()
 
 
 POLL_SECONDS = 0.2

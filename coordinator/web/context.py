@@ -19,7 +19,7 @@ from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
 from coordinator.text.grammars import GrammarProcess
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, pack_vocabulary
-from coordinator.trust.cluster_trust import ClientAccess, Invitation
+from coordinator.trust.client_access import ClientAccess, Invitation
 from coordinator.trust.keys import KeyRing
 from coordinator.web.model_catalog import ModelFacts, ModelLoader
 from proto.errors import CapacityError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.client_access import Invitation
 from coordinator.web.context import ApiOptions
 from tests.support.api.api_client import ApiClient, tiny_tokenizer
 from tests.support.api.api_server import serving

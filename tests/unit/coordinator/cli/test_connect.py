@@ -20,7 +20,7 @@ from coordinator.cli import app as commands
 from coordinator.cli import cluster_commands, import_command
 from coordinator.cli.known_servers import find_server
 from coordinator.trust.authority import Authority
-from coordinator.trust.cluster_trust import ClientAccess
+from coordinator.trust.client_access import ClientAccess
 from coordinator.trust.keys import KeyRing
 from coordinator.trust.registry import Registry
 from coordinator.web.context import ApiOptions

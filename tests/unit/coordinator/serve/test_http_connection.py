@@ -23,7 +23,7 @@ from coordinator.serve import http_server
 from coordinator.serve.certificate import TlsFiles, issue_certificate, renew_in_context
 from coordinator.serve.http_server import HostCheck, HttpServer
 from coordinator.trust.authority import Authority
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.client_access import Invitation
 from proto.rpc import listener as listeners
 from proto.rpc.listener import bind_listener
 from proto.trust.certificates import (

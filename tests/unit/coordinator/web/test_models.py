@@ -13,7 +13,7 @@ import pytest
 from coordinator.serve.app import create_app, starting_app
 from coordinator.status.cluster_status import LoadReport
 from coordinator.text.tokenizer import ModelInfo
-from coordinator.trust.cluster_trust import Invitation
+from coordinator.trust.client_access import Invitation
 from coordinator.trust.keys import KeyRing, Scope
 from coordinator.web.context import Api, ApiOptions
 from coordinator.web.model_catalog import ModelFacts, facts_of, find_listed, list_models
