@@ -14,17 +14,24 @@ import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers import few_rows
 from mtp.layers.few_rows import can_multiply, multiply_few
 from mtp.layers.fused import row_trials
 from mtp.layers.fused.row_trials import FewRowsExperts, FewRowsLinear, RowTrials, longest_run
-from mtp.layers.layer import KernelTrial
+from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import FewRowsFormat, Format, FusedLinear
 from proto.control import Kernels
+from proto.span import Span
+from tests.conftest import Checkpoints
+from tests.parity.test_metal_layers import outputs
 from tests.support.metal import runner
 from tests.support.metal.metal_path import metal_path
 from tests.support.metal.runner import count_launches
+from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice
+from worker.model.loader import load_stage
+from worker.model.stage import StageForward
 
 AFFINE = [(bits, group) for bits in (3, 4, 6, 8) for group in (32, 64, 128) if (bits, group) != (3, 32)]
 
@@ -35,12 +42,17 @@ FORMATS = [
     Format(8, 32, "mxfp8"),
 ]
 
+USUAL = [kind for kind in FORMATS if kind.group_size in (16, 64) or kind.mode != "affine"]
+"""The formats that are not left to the slow tests."""
+
 OUTPUTS, INPUTS = 84, 256
 
 
 @pytest.fixture(autouse=True)
 def _on_metal() -> Iterator[None]:
-    with metal_path():
+    with metal_path() as patch:
+        patch.setattr(row_trials, "TRIED_ROWS", (8,))
+        patch.setattr(row_trials, "TRIED_PAIRS", (64,))
         yield
 
 
@@ -69,7 +81,7 @@ def exact_product(kind: Format, x: mx.array, weights: tuple[mx.array, ...]) -> n
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        *((kind, mx.bfloat16) for kind in FORMATS),
+        *(pytest.param(kind, mx.bfloat16, marks=() if kind in USUAL else pytest.mark.slow) for kind in FORMATS),
         (Format(4, 64, "affine"), mx.float16),
         *((kind, mx.float32) for kind in (Format(4, 64, "affine"), Format(8, 64, "affine"), Format(4, 32, "mxfp4"))),
     ],
@@ -246,3 +258,19 @@ def test_experts_of_mlx_lm_take_it(bias: bool, tmp_path: Path) -> None:
     assert runner.runs["few_rows"] == before + 1
     assert mx.array_equal(layer(x[:8], experts[:8]), plain(x[:8], experts[:8])).item()
     assert runner.runs["few_rows"] == before + 1
+
+
+def test_a_stage_of_4_bits_takes_it(checkpoints: Checkpoints) -> None:
+    """All products of a stage multiply eight rows so, with the results of MLX's. One row stays with MLX."""
+    stages = []
+    for kernels in (Kernels.own, Kernels.mlx):
+        checkpoint = Checkpoint.open(checkpoints(layout="mlx", quantize=4, hidden=128, layers=4))
+        modules = load_stage(checkpoint, Span(0, 4), first=True, last=True, dtype=None, with_head=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_variants, "KernelChoice", lambda _, file, mode=kernels: KernelChoice(mode, file))
+            stages.append(StageForward(modules, KVFormat(), kernels=kernels))
+    assert "few_rows" in stages[0].variants.arithmetic
+    before = runner.runs["few_rows"]
+    found, expected = (outputs(stage, (4,), 0) for stage in stages)
+    assert runner.runs["few_rows"] - before > 8
+    assert mx.allclose(found, expected, atol=1e-3).item()

@@ -12,7 +12,10 @@ import pytest
 from tests.support.metal.address_spaces import AddressSpaceError
 from tests.support.metal.runner import MetalError, count_launches, metal_kernel, reason_not_to_run
 
-pytestmark = pytest.mark.skipif(reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(reason_not_to_run() is not None, reason=reason_not_to_run() or "Metal kernels run"),
+]
 
 TYPES = [mx.float32, mx.float16, mx.bfloat16]
 LANES = np.arange(32)

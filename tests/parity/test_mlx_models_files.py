@@ -270,7 +270,7 @@ def test_a_trial_finds_what_the_tests_find(model_type: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(model.config, marks=() if model.short == "gpt-oss:120b" else pytest.mark.thorough, id=model.short)
+        pytest.param(model.config, marks=() if model.short == "gpt-oss:120b" else pytest.mark.slow, id=model.short)
         for model in MLX_LM_MODELS
     ],
 )

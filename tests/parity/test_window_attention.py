@@ -132,7 +132,10 @@ def check_error(dim: int, gqa: int, dtype: mx.Dtype, bits: int | None) -> None:
     assert max(one for one, _ in errors) < {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 6e-3}[dtype]
 
 
-@pytest.mark.parametrize(("dim", "gqa", "dtype", "bits"), FORMS)
+@pytest.mark.parametrize(
+    ("dim", "gqa", "dtype", "bits"),
+    [pytest.param(*form, marks=() if form in (FORMS[0], FORMS[4]) else pytest.mark.slow) for form in FORMS],
+)
 def test_the_error_is_not_above_that_of_mlx(dim: int, gqa: int, dtype: mx.Dtype, bits: int | None) -> None:
     """The error against fp64 is at most that of MLX's attention of the same type."""
     check_error(dim, gqa, dtype, bits)
@@ -174,7 +177,7 @@ def test_splits_depend_on_places_alone() -> None:
 
 @pytest.mark.parametrize(
     ("dim", "gqa", "dtype", "bits", "width"),
-    [(*FORMS[0], 4), (*FORMS[2], 2), (*FORMS[4], 8), (*FORMS[5], 8), (*FORMS[6], 8)],
+    [(*FORMS[0], 4), (*FORMS[4], 8), *(pytest.param(*FORMS[i], 8, marks=pytest.mark.slow) for i in (2, 5, 6))],
 )
 def test_keys_and_values_are_read_once_for_all_rows(
     dim: int, gqa: int, dtype: mx.Dtype, bits: int | None, width: int
