@@ -490,6 +490,7 @@ def test_two_tabs_share_their_chats(opened: WatchedPage, client: ApiClient) -> N
     client.generator.hang_after = 1
     begin(two, "Fourth")
     one.click("[aria-label='Delete: Second']")
+    expect(two.locator(f"{titles}:has-text('Second')")).to_have_count(0)  # a tab hears of a removal a moment later
     two.keyboard.press("Escape")
     two.reload()
     assert "First" not in stored_titles(two)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.chaos.faults import wait_until
 from tests.chaos.network import Network, network, why_no_network
+from tests.support.processes.processes import SHARED_MEMORY
 
 WORKER = """
 import sys
@@ -45,7 +46,7 @@ def net() -> Iterator[Network]:
 
 def test_a_worker_forgets_connections_of_a_machine_that_vanished(net: Network) -> None:
     """Connections that end without a packet are closed after a ping without reply, and others are kept."""
-    flags = ["--insecure", "--no-mdns", "--log-format", "json"]
+    flags = ["--insecure", "--no-mdns", "--log-format", "json", *SHARED_MEMORY]
     listen = ["--listen", f"{net.address(0)}:0"]
     worker = [*net.prefix(0), sys.executable, "-c", WORKER, *listen, *flags]
     with subprocess.Popen(worker, stderr=subprocess.PIPE, text=True) as process:
