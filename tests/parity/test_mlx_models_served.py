@@ -34,7 +34,7 @@ TYPES = (
 USUAL = ("gpt_oss", "nemotron_h")
 """The types that every run of the tests has."""
 
-MARKS = dict.fromkeys(("deepseek_v3", "mamba2", "gemma3_text"), pytest.mark.thorough)
+MARKS = {"deepseek_v3": pytest.mark.thorough, "mamba2": pytest.mark.thorough, "gemma3_text": pytest.mark.slow}
 """The marks of others. All that are not here are slow."""
 
 

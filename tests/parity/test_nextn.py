@@ -375,12 +375,13 @@ def is_right(path: Path) -> bool:
     return list(found.tokens) == [(25 + i) % WORDS for i in range(60)] and 0.5 < share < 0.9
 
 
-@pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("bits", [4, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model_type",
     [
         "glm4_moe",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bailing_moe", "deepseek_v32", "step3p5")),
+        pytest.param("step3p5", marks=pytest.mark.thorough),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bailing_moe", "deepseek_v32")),
     ],
 )
 def test_a_conversion_keeps_a_head_and_finds_a_lost_one(
