@@ -94,7 +94,7 @@ class FewRowsFormat(Format):
     def multiply(self, x: mx.array, weights: Weights, *, transposed: bool = True) -> mx.array:
         rows = x.size // x.shape[-1]
         if not transposed or weights[0].ndim > 2 or not self.few[0] <= rows <= self.few[1]:
-            return self.plain.multiply(x, weights, transposed=transposed)
+            return super().multiply(x, weights, transposed=transposed)
         return multiply_few(self, x.reshape(rows, -1), weights).reshape(*x.shape[:-1], -1)
 
 
