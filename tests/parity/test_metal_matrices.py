@@ -198,7 +198,7 @@ EXCHANGE = """
 
 
 def test_a_missing_barrier_beside_a_matrix_changes_the_result() -> None:
-    """What a simdgroup stores is there for another load of it only after a barrier."""
+    """A simdgroup loads what it has stored only if a barrier stands between."""
     x, barrier = matrix(7), "simdgroup_barrier(mem_flags::mem_threadgroup);"
     for _ in range(5):
         assert np.array_equal(run(EXCHANGE.replace("BARRIER", barrier), x), numbers(x).T)

@@ -87,7 +87,7 @@ def test_a_round_trip_hides_in_a_chain_and_copies_rotate(monkeypatch: pytest.Mon
 
 
 def test_a_slow_machine_ends_in_time() -> None:
-    """Where no time is left, a product has one time, and a larger one of its format none."""
+    """Without time, the first product of a format is timed once, and a larger one is not timed."""
     shapes, began = [LinearShape(rows, 4096, FOUR_BITS) for rows in (8192, 65536)], time.monotonic()
     report = CostReport(BUILTIN, 0.0, shapes)
     small, large = (report.parts[f"product {shape}"]()[1]["ms"]["MLX"] for shape in shapes)
