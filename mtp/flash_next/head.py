@@ -25,7 +25,6 @@ class FlashNextHead(MTPHead):
     """
 
     reads_streams = True
-    drafts_on_device = False
 
     def __init__(self, fields: TextModelArgs, args: FlashNextArgs) -> None:
         nn.Module.__init__(self)

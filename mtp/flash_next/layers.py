@@ -14,13 +14,12 @@ import numpy as np
 from mtp.flash_next import modules
 from mtp.flash_next.ngrams import Ints
 from mtp.layers.experts import fuse_experts
-from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import CutAxis, Hole, KVFormat, LayerCache, Mixer, checked_state
 from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.rope import image_rotations, rotate, rotation_table
-from mtp.layers.sparse_attention import IndexedKV, SparseReads, sparse_attention
+from mtp.layers.sparse_attention import IndexedKV, SparseReads, full_attention, sparse_attention
 from mtp.layers.stream_layer import StreamLayer
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
@@ -214,6 +213,7 @@ class SparseMixer(AttentionLayer):
         caches: Sequence[IndexedKV],
         widths: Sequence[int],
         stay_open: Sequence[bool],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         """See `Mixer.mix`."""
         attention, indexer = self.attention, self.indexer
@@ -228,27 +228,30 @@ class SparseMixer(AttentionLayer):
         rows = q_rows, keys, values, queries, index_keys
         outputs: list[mx.array] = []
         for group, (q, k, v, asked, raw) in self._groups(rows, caches, widths):
-            q, k = self._rotated(q, k, group, ())
-            asked, _ = self._rotated(asked, asked[:, :1], group, ())
+            q, k = self._rotated(q, k, group, holes)
+            asked, _ = self._rotated(asked, asked[:, :1], group, holes)
             for i, cache in enumerate(group):
                 cache.append_index(raw[i, 0])
-                one = slice(i, i + 1)
-                out = self._read(q[one], k[one], v[one], asked[i, :].transpose(1, 0, 2), cache)
+                one, hole = slice(i, i + 1), holes[i] if holes else None
+                out = self._read(q[one], k[one], v[one], asked[i, :].transpose(1, 0, 2), cache, hole)
                 outputs.append(out.squeeze(0).transpose(1, 0, 2).reshape(out.shape[2], -1))
         merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         gated = merged * mx.sigmoid(gate.reshape(x.shape[0], -1))
         y: mx.array = self.attention.o_proj(gated)
         return y
 
-    def _read(self, q: mx.array, k: mx.array, v: mx.array, queries: mx.array, cache: IndexedKV) -> mx.array:
+    def _read(
+        self, q: mx.array, k: mx.array, v: mx.array, queries: mx.array, cache: IndexedKV, hole: Hole | None
+    ) -> mx.array:
         """Append `k` and `v [1, kv_heads, w, dim]` of one sequence, and return the attention of `q`."""
         offset, scale = cache.offset, self.attention.scale
         keys, values = cache.update_and_fetch(k, v)
         if cache.offset // self.sizes.block <= self.sizes.budget // self.sizes.block:
             # The last token reads all others.
-            return tiled_attention(q, keys, values, offset, scale)
-        blocks = cache.block_keys(partial(self._pooled, cache.layout))
-        return sparse_attention(SparseReads(q, keys, values, queries, blocks, offset, self.sizes, scale))
+            return full_attention(q, keys, values, offset, scale, hole)
+        blocks = cache.block_keys(partial(self._pooled, cache.layout), hole)
+        reads = SparseReads(q, keys, values, queries, blocks, offset, self.sizes, scale, hole=hole)
+        return sparse_attention(reads)
 
     def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:
         """Return the keys of blocks, rotated to the positions of their first tokens."""

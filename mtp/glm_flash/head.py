@@ -17,8 +17,6 @@ from mtp.layers.layer import Layer
 class GlmHead(MTPHead):
     """The modules of the head, with their names within `mtp.`."""
 
-    drafts_on_device = False
-
     def __init__(self, fields: TextModelArgs, args: GlmArgs) -> None:
         super().__init__(fields, DecoderLayer(args, 0, linear=False, streams=False))
 

@@ -13,11 +13,10 @@ from mlx_lm.models.gated_delta import gated_delta_update
 
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentAttention
 from mtp.glm_flash.streams import HyperConnection
-from mtp.layers.kv_cache import tiled_attention
-from mtp.layers.layer import KVFormat, Mixer
+from mtp.layers.layer import Hole, KVFormat, Mixer
 from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
-from mtp.layers.sparse_attention import LatentKV, SparseReads, sparse_attention
+from mtp.layers.sparse_attention import LatentKV, SparseReads, full_attention, sparse_attention
 from mtp.layers.stream_layer import Connection, Residual, StreamLayer
 from proto.errors import CheckpointError
 
@@ -153,7 +152,12 @@ class LatentMixer:
         return LatentKV(self.blocks.block, 2 * self.blocks.head_dim).with_rows(1, self.sizes.rank)
 
     def mix(
-        self, inputs: mx.array, caches: Sequence[LatentKV], widths: Sequence[int], stay_open: Sequence[bool]
+        self,
+        inputs: mx.array,
+        caches: Sequence[LatentKV],
+        widths: Sequence[int],
+        stay_open: Sequence[bool],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         """See `Mixer.mix`."""
         module, indexer, sizes = self.module, self.indexer, self.blocks
@@ -166,15 +170,16 @@ class LatentMixer:
         raw = mx.concatenate([indexer.k_norm(keys), inputs @ indexer.index_kpool_compress_gate.T], axis=-1)
         weights = weights.astype(mx.float32) * (sizes.heads * sizes.head_dim) ** -0.5
         outputs, start = [], 0
-        for cache, width in zip(caches, widths, strict=True):
+        for i, (cache, width) in enumerate(zip(caches, widths, strict=True)):
             own = slice(start, start + width)
-            outputs.append(self._read((q, latents, raw, asked, weights), own, cache))
+            hole = holes[i] if holes else None
+            outputs.append(self._read((q, latents, raw, asked, weights), own, cache, hole))
             start += width
         read = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         values = self._heads.values(read[0]).swapaxes(0, 1).reshape(rows, -1)
         return self._out(values)[0]
 
-    def _read(self, rows: Sequence[mx.array], own: slice, cache: LatentKV) -> mx.array:
+    def _read(self, rows: Sequence[mx.array], own: slice, cache: LatentKV, hole: Hole | None) -> mx.array:
         """Append the latents of a sequence, whose rows are `own`. Return what its queries read: `[1, heads, w, rank]`.
 
         `rows` are the queries `[heads, rows, rank]`, and `[rows, …]` the latents, and the keys, queries and weights of
@@ -186,10 +191,11 @@ class LatentMixer:
         held = cache.append(latents[own])
         if cache.offset // self.blocks.block <= self.blocks.budget // self.blocks.block:
             # The last token reads all others.
-            return tiled_attention(q, held, held, offset, self._scale)
-        blocks = cache.block_keys(self._pooled)
+            return full_attention(q, held, held, offset, self._scale, hole)
+        blocks = cache.block_keys(self._pooled, hole)
         sizes, scale = self.blocks, self._scale
-        return sparse_attention(SparseReads(q, held, held, asked[own], blocks, offset, sizes, scale, weights[own]))
+        reads = SparseReads(q, held, held, asked[own], blocks, offset, sizes, scale, weights[own], hole)
+        return sparse_attention(reads)
 
     def _pooled(self, raw: mx.array, first: int) -> mx.array:
         """Return the keys of blocks: their tokens' keys, weighted in each channel by a softmax of the gates."""

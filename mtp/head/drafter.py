@@ -34,8 +34,8 @@ class MTPHead(nn.Module):
     reads_streams: ClassVar[bool] = False
     """True if the hidden state of a token is the row after the last layer, and not that after the final norm."""
 
-    drafts_on_device: ClassVar[bool] = True
-    """True if the cache of the head can be read around rejected rows."""
+    reads_around_holes: ClassVar[bool] = True
+    """True if the cache of the head can be read around rejected rows, as a chain of drafts does on the device."""
 
     def __init__(self, args: TextModelArgs, layer: nn.Module | None = None) -> None:
         """Take the decoder layer; None is one of gated attention."""
@@ -441,7 +441,8 @@ class WindowDrafts:
             none = mx.array([0], mx.int32)
             counts = [none if rejected is None else rejected for rejected in self._rejected]
             self._holes = [
-                Hole(int(job.state.cache.offset), count) for job, count in zip(self._jobs, counts, strict=True)
+                Hole(int(job.state.cache.offset), count, len(job.drafts))
+                for job, count in zip(self._jobs, counts, strict=True)
             ]
             return out[mx.array(ends, mx.int32) - _concatenated(counts)]
         return out if len(ends) == out.shape[0] else out[mx.array(ends)]

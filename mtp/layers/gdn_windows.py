@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mtp.layers.layer import HEADS, CutAxis, KVFormat, LayerCache, checked_state
+from mtp.layers.layer import HEADS, CutAxis, Hole, KVFormat, LayerCache, checked_state
 from mtp.layers.source_kernel import SourceKernel
 
 HEAD_DIM = 128
@@ -275,6 +275,7 @@ class WindowMixer:
         caches: Sequence[SnapshotGDNCache],
         widths: Sequence[int],
         stay_open: Sequence[bool],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         rows: mx.array = self._inputs(inputs)
         windows = next_windows(caches, widths, stay_open)

@@ -122,12 +122,9 @@ class KVRows(LayerCache):
     def attend_around(self, q: mx.array, k: mx.array, v: mx.array, scale: float, hole: Hole) -> mx.array:
         """Append one row, and return its attention to all entries but those of `hole`."""
         keys, values = self.update_and_fetch(k, v)
-        places = mx.arange(self.offset)
-        visible = (places < hole.end - hole.count) | (places >= hole.end)
         cache = None if isinstance(keys, mx.array) else self
-        out: mx.array = scaled_dot_product_attention(
-            q, keys, values, cache=cache, scale=scale, mask=visible[None, None, None]
-        )
+        mask = hole.visible(self.offset)[None, None, None]
+        out: mx.array = scaled_dot_product_attention(q, keys, values, cache=cache, scale=scale, mask=mask)
         return out
 
     def apply_commit(self, whole: int, cut: int | None, trim: int) -> None:

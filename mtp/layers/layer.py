@@ -40,12 +40,23 @@ class KVFormat:
 class Hole:
     """The rejected rows of a window, which stay in a cache until the host knows how many there are.
 
-    They are the `count` entries before `end`. `count` is int32 `[1]`, lazy. A new row has its position as if they were
-    removed.
+    They are the `count` entries before `end`, at most `most` of them. `count` is int32 `[1]`, lazy. A new row has its
+    position as if they were removed.
     """
 
     end: int
     count: mx.array
+    most: int
+
+    def visible(self, entries: int) -> mx.array:
+        """Return which of the first `entries` of the cache stay: bool `[entries]`."""
+        places = mx.arange(entries)
+        return (places < self.end - self.count) | (places >= self.end)
+
+    def entries(self, places: mx.array) -> mx.array:
+        """Return the entries of the cache, int32, at `places` of the text."""
+        places = places.astype(mx.int32)
+        return mx.where(places < self.end - self.count, places, places + self.count)
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,7 @@ It returns whether to use the kernel.
 
 
 class Mixer(Protocol):
-    """A GatedDeltaNet without the layer around it."""
+    """The part of a layer that mixes tokens, without the layer around it."""
 
     def new_cache(self, kv_format: KVFormat) -> Any:
         """See `Layer.new_cache`."""
@@ -249,6 +260,7 @@ class Mixer(Protocol):
         caches: Sequence[Any],
         widths: Sequence[int],
         stay_open: Sequence[bool],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         """Return the outputs for normalized `inputs [rows, hidden]`, and advance the caches, as `Layer.forward`."""
 

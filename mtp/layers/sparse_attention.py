@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
-from mtp.layers.kv_cache import PlainKV, Shape
-from mtp.layers.layer import KV_HEADS, CutAxis
+from mtp.layers.kv_cache import PlainKV, Shape, tiled_attention
+from mtp.layers.layer import KV_HEADS, CutAxis, Hole
 from proto.errors import ProtocolError
 
 
@@ -64,9 +64,23 @@ class IndexedKV(PlainKV):
             grown[:, :, : self.offset] = held[:, :, : self.offset]
         return grown
 
-    def block_keys(self, pool: Pool) -> mx.array:
-        """Return the keys of all whole blocks, fp32 `[n, dim]`. There is at least one."""
+    def block_keys(self, pool: Pool, hole: Hole | None = None) -> mx.array:
+        """Return the keys of all whole blocks, fp32 `[n, dim]`. There is at least one.
+
+        With a `hole` they are those of the text without it. The last blocks may then have tokens that the text lacks.
+        """
         whole = self.offset // self.block
+        sure = whole if hole is None else max(0, hole.end - hole.most) // self.block
+        found = [self._keys_before(sure, pool)] if sure else []
+        if hole is not None and sure < whole:
+            assert self.index is not None, "it has the tokens of these blocks"
+            places = hole.entries(mx.arange(sure * self.block, whole * self.block))
+            raw = self.index.squeeze((0, 1))[mx.minimum(places, self.offset - 1)]
+            found.append(pool(raw, sure).astype(mx.float32))
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _keys_before(self, whole: int, pool: Pool) -> mx.array:
+        """Return the keys of the first `whole` blocks, and keep them."""
         known = 0 if self._blocks is None else min(whole, self._blocks.shape[0])
         if whole > known:
             assert self.index is not None, "it has the tokens of these blocks"
@@ -170,7 +184,7 @@ class SparseReads(NamedTuple):
     """The inputs of `sparse_attention`: `q [1, heads, w, dim]` at `offset`, and what it reads.
 
     `keys` and `values` are `[1, kv_heads, tokens, dim]`, and `index_queries [w, heads, dim]`. `blocks [n, dim]` are the
-    keys of the whole blocks. `weights` are those of `chosen_blocks`.
+    keys of the whole blocks. `weights` are those of `chosen_blocks`. With a `hole` there is one query.
     """
 
     q: mx.array
@@ -182,6 +196,18 @@ class SparseReads(NamedTuple):
     args: IndexerArgs
     scale: float
     weights: mx.array | None = None
+    hole: Hole | None = None
+
+
+def full_attention(
+    q: mx.array, keys: mx.array, values: mx.array, offset: int, scale: float, hole: Hole | None
+) -> mx.array:
+    """Return the attention of the queries, or of one behind a `hole`, to all tokens, which are within the budget."""
+    if hole is None:
+        return tiled_attention(q, keys, values, offset, scale)
+    mask = hole.visible(keys.shape[2])[None, None, None]
+    out: mx.array = mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+    return out
 
 
 def sparse_attention(reads: SparseReads) -> mx.array:
@@ -200,7 +226,7 @@ SCORE_BYTES = 2**29
 
 def masked_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` as one of all keys, most of which are masked."""
-    q, keys, values, index_queries, blocks, offset, args, scale, weights = reads
+    q, keys, values, index_queries, blocks, offset, args, scale, weights, _ = reads
     count = min(args.budget // args.block, blocks.shape[0])
     tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
     outputs = []
@@ -228,35 +254,53 @@ def masked_attention(reads: SparseReads) -> mx.array:
 
 def gathered_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` with the keys that each query reads next to each other."""
-    q, keys, values, index_queries, blocks, offset, args, scale, weights = reads
+    q, keys, values, index_queries, blocks, _, args, scale, weights, hole = reads
     count = min(args.budget // args.block, blocks.shape[0])
     read = count * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
     tile = max(1, TILE_BYTES // (read * row))
     # An index in place of `squeeze` would copy the whole cache.
     held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
-    inner, after = np.arange(count * args.block), np.arange(args.block - 1)
+    inner = mx.arange(args.block, dtype=mx.uint32)
     outputs = []
     for start in range(0, q.shape[2], tile):
         own = slice(start, min(start + tile, q.shape[2]))
-        places = np.arange(offset + own.start, offset + own.stop)[:, None]
-        whole = (places + 1) // args.block
-        newest = whole * args.block + after
-        # The blocks that a query sees are the first of those chosen for it.
-        mask = np.concatenate([inner < whole * args.block, newest <= places], axis=1)
-        seen = mx.array(whole[:, 0], mx.int32)
-        chosen = chosen_blocks(index_queries[own], blocks, seen, count, None if weights is None else weights[own])
-        last = mx.array(np.minimum(newest, keys.shape[2] - 1), mx.uint32)
-        tokens = chosen[..., None] * args.block + mx.array(inner[: args.block], mx.uint32)
-        tokens = mx.concatenate([tokens.reshape(len(places), -1), last], axis=1)
+        whole, newest, mask = _seen(reads, own, count)
+        chosen = chosen_blocks(index_queries[own], blocks, whole, count, None if weights is None else weights[own])
+        rows = own.stop - own.start
+        tokens = (chosen[..., None] * args.block + inner).reshape(rows, -1)
+        tokens = mx.concatenate([tokens, newest], axis=1)
+        if hole is not None:
+            tokens = mx.minimum(hole.entries(tokens), keys.shape[2] - 1)
         k = held[0][tokens].transpose(0, 2, 1, 3)
         v = k if values is keys else held[1][tokens].transpose(0, 2, 1, 3)
         # The heads that share keys are the rows of one product, which reads the keys once for all of them.
-        heads = q[0:1, :, own].reshape(keys.shape[1], -1, len(places), q.shape[3])
+        heads = q[0:1, :, own].reshape(keys.shape[1], -1, rows, q.shape[3])
         found = mx.fast.scaled_dot_product_attention(
-            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mx.array(mask)[:, None, None]
+            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mask[:, None, None]
         )
-        outputs.append(found.reshape(len(places), -1, q.shape[3]).transpose(1, 0, 2)[None])
+        outputs.append(found.reshape(rows, -1, q.shape[3]).transpose(1, 0, 2)[None])
         if own.stop < q.shape[2]:
             mx.eval(outputs[-1])  # one tile at a time is in memory
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _seen(reads: SparseReads, own: slice, count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return what the queries `own` see: `[w]` whole blocks, the tokens `[w, block - 1]` after them, and a mask.
+
+    The mask is that of the tokens of `count` chosen blocks and of the newest ones. The blocks that a query sees are the
+    first of those chosen for it.
+    """
+    block, hole = reads.args.block, reads.hole
+    join: Any = np.concatenate
+    places: Any = np.arange(reads.offset + own.start, reads.offset + own.stop)[:, None]
+    inner: Any = np.arange(count * block)
+    after: Any = np.arange(block - 1)
+    if hole is not None:  # only the device knows the place
+        places, inner, after, join = mx.array(places) - hole.count, mx.array(inner), mx.array(after), mx.concatenate
+    whole = (places + 1) // block
+    newest = whole * block + after
+    mask = mx.array(join([inner < whole * block, newest <= places], axis=1))
+    if hole is None:
+        newest = np.minimum(newest, reads.keys.shape[2] - 1)
+    return mx.array(whole[:, 0], mx.int32), mx.array(newest, mx.uint32), mask

@@ -99,11 +99,10 @@ class StreamLayer(Layer):
         stay_open: Sequence[bool] = (),
         holes: Sequence[Hole] = (),
     ) -> mx.array:
-        assert not holes, "the head of this family drafts from the host"
         total = self.communicator.sum
         return self._around(
             x,
-            lambda inputs: total(self.mixer.mix(inputs, caches, widths, stay_open)),
+            lambda inputs: total(self.mixer.mix(inputs, caches, widths, stay_open, holes)),
             lambda inputs: total(self.experts(inputs)),
         )
 

@@ -131,7 +131,7 @@ def with_head(text: Text, plan: ModelStructure, stored: Stored) -> TensorPlan:
 class NextNHead(MTPHead):
     """The modules of the head. Its names are those of all heads, with the decoder layer of the model's own class."""
 
-    drafts_on_device = False
+    reads_around_holes = False
 
     def __init__(self, text: Text) -> None:
         plan = structure_of(head_config(text))

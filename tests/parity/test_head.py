@@ -22,7 +22,8 @@ from proto.errors import ProtocolError
 from proto.frame import Outcome, Segment
 from proto.params import SamplingParams
 from tests.conftest import Checkpoints
-from tests.support.stages.chain import VOCAB, Chain, Script, Stock, random_tokens, same
+from tests.support.checkpoints.own_families import OWN_FAMILIES
+from tests.support.stages.chain import VOCAB, Chain, Script, Stock, modules, random_tokens, same
 
 Array = NDArray[np.float64]
 
@@ -134,6 +135,9 @@ def _softmax(x: Array) -> Array:
 
 
 PROMPT = 13
+
+BEYOND_BUDGET = 90
+"""Tokens. A prompt that queries with a budget of 64 tokens read in part."""
 DEPTH = 4
 TOLERANCE = 1e-4
 """Largest allowed difference over the largest value, fp32 against float64."""
@@ -245,25 +249,34 @@ def test_the_cache_never_drifts_from_the_text(checkpoints: Checkpoints, options:
     assert script.known == stock.tokens[: len(script.known)]
 
 
-def test_drafts_on_the_device_are_those_of_the_host(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["", *OWN_FAMILIES])
+def test_drafts_on_the_device_are_those_of_the_host(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Drafts after windows whose accepted length only the device knows equal those after the host has read it.
 
-    Windows of 1 to 5 tokens and 0 to 4 drafts run, greedy and sampled, with every number of rejected rows.
+    Windows of 1 to 5 tokens and 0 to 4 drafts run, greedy and sampled, with every number of rejected rows. Heads with
+    an indexer read more tokens than their budget.
     """
-    path, prompt = checkpoints(layers=4), random_tokens(PROMPT)
+    if family:
+        pytest.importorskip("torch", reason="transformers writes these models")
+    path = OWN_FAMILIES[family].write(tmp_path / family) if family else checkpoints(layers=4)
+    prompt, windows = random_tokens(BEYOND_BUDGET if family else PROMPT), 7 if family else 12
     for params in (SamplingParams(), SamplingParams(temperature=0.9, seed=3, logit_bias={})):
+        modules.cache_clear()  # some layers take over their modules
         plain, one_by_one = Script(0, prompt, params), Chain(path)
-        plain.run(one_by_one, plain.chunk(PROMPT))
-        for _ in range(60):
+        plain.run(one_by_one, plain.chunk(len(prompt)))
+        for _ in range(5 * windows):
             plain.run(one_by_one, plain.next_window())
         found, known = [], plain.known
         for early in (True, False):
             if not early:
                 monkeypatch.setattr("worker.model.verifier._drafts_on_device", lambda _: False)
+            modules.cache_clear()
             chance, chain = random.Random(5), Chain(path, (2,))
             script = Script(0, prompt, params)
-            outcomes = [script.run(chain, script.chunk(PROMPT, drafts=3))]
-            for _ in range(12):
+            outcomes = [script.run(chain, script.chunk(len(prompt), drafts=3))]
+            for _ in range(windows):
                 window = script.window(_guess(script, known, chance), drafts=chance.randint(0, 4))
                 outcomes.append(script.run(chain, window))
             found.append((outcomes, chain.head_state(0)))

@@ -255,7 +255,7 @@ def test_a_row_moved_back_is_that_of_the_cache_without_the_entries_after_it() ->
         if rejected:
             layer.forward(rows[3 : 3 + 2 * rejected], caches, [rejected] * 2)
         count = mx.array([rejected], mx.int32)
-        holes = [Hole(cache.offset, count) for cache in caches] if rejected else []
+        holes = [Hole(cache.offset, count, rejected) for cache in caches] if rejected else []
         outputs.append([layer.forward(rows[5:7], caches, [1, 1], holes=holes)])
         outputs[-1].append(layer.forward(rows[7:9], caches, [1, 1], holes=holes))
     for found, wanted in zip(*outputs, strict=True):

@@ -381,7 +381,9 @@ class Verifier:
     ) -> WindowDrafts | None:
         """Return the drafts that the device draws without the host, or None if there are none."""
         jobs = [_window_job(run, normed, targets[run.key]) for run in runs if _drafts_on_device(run)]
-        if not jobs or self.drafter is None or not self.drafter.head.drafts_on_device:
+        if not jobs or self.drafter is None:
+            return None
+        if not self.drafter.head.reads_around_holes and any(job.depth > 1 for job in jobs):
             return None
         mx.async_eval(list(targets.values()))  # a GPU computes them while Python builds the drafts
         return WindowDrafts(self.drafter, jobs)

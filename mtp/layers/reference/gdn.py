@@ -191,6 +191,7 @@ class GatedDelta:
         caches: Sequence[GDNCache],
         widths: Sequence[int],
         stay_open: Sequence[bool],
+        holes: Sequence[Hole] = (),
     ) -> mx.array:
         """Return the outputs of the GatedDeltaNet for normalized `inputs [rows, hidden]`, and advance the caches.
 

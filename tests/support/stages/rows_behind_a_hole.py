@@ -32,7 +32,7 @@ def rows_behind_a_hole(attention: Any, count: int, sequences: int) -> Iterator[t
     for cache in holed:
         attention.forward(x, [cache], [LENGTH])
     attention.forward(x[: LENGTH - count], [plain], [LENGTH - count])
-    holes = [Hole(LENGTH, mx.array([count])) for _ in holed]
+    holes = [Hole(LENGTH, mx.array([count]), count) for _ in holed]
     for _ in range(2):
         rows = mx.concatenate([row] * sequences)
         found = attention.forward(rows, holed, [1] * sequences, holes=holes) - rows

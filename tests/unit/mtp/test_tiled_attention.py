@@ -1,4 +1,4 @@
-"""Attention in tiles of queries is the attention of all queries, with less memory for scores."""
+"""Attention in tiles of queries, and around rejected rows, is the attention of all queries to the text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mtp.device import DEVICES
 from mtp.layers import kv_cache as module
 from mtp.layers.kv_cache import new_kv, tiled_attention
 from mtp.layers.layer import Hole, KVFormat
+from mtp.layers.sparse_attention import IndexerArgs, LatentKV, SparseReads, full_attention, gathered_attention
 
 HEADS, DIM, WIDTH = 4, 32, 37
 OFFSETS = (0, 11)
@@ -59,7 +60,7 @@ def test_the_scores_of_a_tile_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_keys_and_values_are_plain_on_cuda(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX's CUDA products refuse parts of a buffer. The attention is that of other devices, and so is what is kept."""
-    results, hole = [], Hole(20, mx.array(3))
+    results, hole = [], Hole(20, mx.array(3), 3)
     for backend in ("cpu", "cuda"):
         device = replace(DEVICES["cpu"], backend=backend)
         monkeypatch.setattr(module, "this_device", lambda device=device: device)
@@ -70,3 +71,40 @@ def test_quantized_keys_and_values_are_plain_on_cuda(bits: int, monkeypatch: pyt
         results[-1] += [cache.attend_around(q, k, v, 1.0, hole), *cache.arrays()]
         assert isinstance(cache.update_and_fetch(k, v)[0], mx.array) is (backend == "cuda")
     assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("length", [33, 61, 62, 63, 64, 65])
+@pytest.mark.parametrize(("rows", "rejected"), [(0, 0), (3, 0), (3, 2), (9, 5), (9, 9)])
+def test_a_query_behind_a_hole_reads_what_it_reads_without_it(length: int, rows: int, rejected: int) -> None:
+    """Rejected rows in the cache change neither the blocks nor the tokens that a chain of drafts reads after them."""
+    args, budget = IndexerArgs(4, 16, 32, 4), 32 // 4
+    text, wrong = (mx.random.normal((length + rows + 3, 16), key=mx.random.key(i)) for i in range(2))
+    queries = mx.random.normal((3, 4, 16), key=mx.random.key(2))
+    found = []
+    for own in (0, rejected):
+        cache = LatentKV(4, 16).with_rows(1, 16)
+        end = length + rows - rejected
+        kept = mx.concatenate([text[:end], wrong[:own]])
+        cache.append_index(kept)
+        cache.append(kept)
+        hole = Hole(cache.offset, mx.array([own]), rows) if own else None
+        cache.block_keys(_mean)
+        outputs = []
+        for step in range(3):
+            row, asked = text[end + step : end + step + 1], queries[step : step + 1]
+            offset = cache.offset
+            cache.append_index(row)
+            held = cache.append(row)
+            if cache.offset // 4 <= budget:
+                outputs.append(full_attention(asked.transpose(1, 0, 2)[None], held, held, offset, 0.25, hole))
+            else:
+                blocks = cache.block_keys(_mean, hole)
+                reads = SparseReads(asked.transpose(1, 0, 2)[None], held, held, asked, blocks, offset, args, 0.25)
+                outputs.append(gathered_attention(reads._replace(hole=hole)))
+        found.append(mx.concatenate(outputs))
+    assert mx.allclose(found[0], found[1], atol=1e-6)
+
+
+def _mean(raw: mx.array, first: int) -> mx.array:
+    """Return keys of blocks that depend on their number too."""
+    return raw.reshape(-1, 4, 16).mean(axis=1) * (1 + mx.arange(first, first + raw.shape[0] // 4))[:, None]
