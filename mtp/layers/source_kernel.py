@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from mtp.layers.cuda.kernel_files import FILES, KernelText
+
 log = logging.getLogger(__name__)
 
 THREADS = 256
@@ -36,10 +38,17 @@ class SourceKernel(ABC):
             source = source.replace(known, replacement)
         self._arguments = (name, list(inputs), list(outputs), source, header)
         self._kernel: Any = None
+        self._prepared = set[tuple[tuple[str, Any], ...]]()
 
     @abstractmethod
     def _compiled(self) -> Any:
         """Return MLX's function that runs the kernel."""
+
+    def _prepare(
+        self, inputs: Sequence[mx.array], template: Sequence[tuple[str, Any]], dtypes: Sequence[mx.Dtype]
+    ) -> None:
+        """Prepare the first call with `template`."""
+        return
 
     def __call__(
         self,
@@ -54,6 +63,9 @@ class SourceKernel(ABC):
         """Run `blocks` blocks of `threads` threads. Return outputs of `shapes` and `dtypes`."""
         if self._kernel is None:
             self._kernel = self._compiled()
+        if (key := tuple(template)) not in self._prepared:
+            self._prepare(inputs, key, dtypes)
+            self._prepared.add(key)
         outputs: list[mx.array] = self._kernel(
             inputs=list(inputs),
             template=list(template),
@@ -70,7 +82,7 @@ HALF_TYPES = (mx.bfloat16, mx.float16)
 
 
 class CudaKernel(SourceKernel):
-    """A CUDA kernel. MLX compiles it anew in each process, and keeps only its own kernels on disk."""
+    """A CUDA kernel. MLX would compile it anew in each process, so `FILES` compiles it and keeps the result on disk."""
 
     most_rows = 32
     alone_rows = 7
@@ -85,6 +97,12 @@ class CudaKernel(SourceKernel):
     def _compiled(self) -> Any:
         name, inputs, outputs, source, header = self._arguments
         return mx.fast.cuda_kernel(name, inputs, outputs, source, header)
+
+    def _prepare(
+        self, inputs: Sequence[mx.array], template: Sequence[tuple[str, Any]], dtypes: Sequence[mx.Dtype]
+    ) -> None:
+        """Put the compiled kernel where MLX looks. With other types of the inputs later, MLX compiles it itself."""
+        FILES.provide(KernelText.compose(self._arguments, inputs, template, dtypes))
 
 
 METAL_HEADER = """

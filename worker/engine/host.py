@@ -13,14 +13,16 @@ import mlx.core as mx
 
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
-from mtp.device import Arithmetic
+from mtp.device import Arithmetic, this_device
 from mtp.head.draft_vocabulary import drafted_share
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
+from mtp.layers.cuda.kernel_files import FILES
 from proto.errors import MemoryLimitError
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps, StampRing
 from proto.span import Span
 from proto.stage_options import MachineOptions, StageOptions
+from proto.state_dir import state_dir
 from proto.terminal.progress import OnProgress
 from worker.disk.block_index import BlockIndex
 from worker.engine import hardware
@@ -95,6 +97,8 @@ class EngineHost:
         self._stage_prefixes = WeakValueDictionary[int, StagePrefixes]()
         """By id. The prefixes of a former stage stay while they are written."""
         self.thread.on_idle = self._trimmer.clear
+        if this_device().backend == "cuda":
+            FILES.open(state_dir(self._machine.state) / "kernels")
 
     # ---- on the engine thread
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 
 from mtp.device import this_device
+from mtp.layers.cuda.kernel_files import FILES
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from proto.params import SamplingParams
 from worker.engine.frame_engine import CHUNK, FrameEngine, to_bytes
@@ -32,8 +33,8 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 def warm_up(stage: StageForward, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
     """Run frames of the usual shapes through `stage` and forget them, as the device needs.
 
-    MLX compiles a CUDA kernel from source when it first runs, which takes up to 53 seconds on an H200. On Metal it
-    loads or compiles a kernel at its first use too, which takes milliseconds.
+    MLX compiles a CUDA kernel of its own when it first runs, which takes up to 53 seconds on an H200, and keeps it on
+    disk. On Metal it loads or compiles a kernel at its first use too, which takes milliseconds.
 
     `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
     example for lack of memory, ends the warm-up; the stage serves all the same.
@@ -49,7 +50,7 @@ def warm_up(stage: StageForward, *, first: bool, last: bool, expect: Callable[[f
         for _ in run_frames(engine, batches):
             if engine.frames_done % LOGGED_FRAMES == 0:
                 done = f"{engine.frames_done} of {total} frames"
-                log.info("compiling kernels", extra={"done": done})
+                log.info("compiling kernels", extra={"done": done, "kernels": FILES.describe()})
             expect(COMPILE_SECONDS)
     except Exception as error:
         if stage.modules.communicator.size > 1:
@@ -60,7 +61,8 @@ def warm_up(stage: StageForward, *, first: bool, last: bool, expect: Callable[[f
         )
     del engine
     mx.clear_cache()
-    log.info("kernels compiled", extra={"seconds": round(time.monotonic() - started, 1)})
+    seconds = round(time.monotonic() - started, 1)
+    log.info("kernels compiled", extra={"seconds": seconds, "kernels": FILES.describe(), "folder": str(FILES.folder)})
 
 
 def run_frames(engine: FrameEngine, batches: Sequence[int]) -> Iterator[None]:
