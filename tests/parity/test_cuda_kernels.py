@@ -25,7 +25,6 @@ from mtp.layers.cuda import pack as packing
 from mtp.layers.cuda import packed_linear
 from mtp.layers.cuda.attention import PackedAttentionLayer
 from mtp.layers.cuda.dense_rows import DenseRows
-from mtp.layers.cuda.kernel_files import PLACE
 from mtp.layers.cuda.pack import Packer, packed_windows
 from mtp.layers.cuda.packed_linear import PackedLinear, multiply_rows, pack, unpack
 from mtp.layers.gdn_windows import (
@@ -36,6 +35,7 @@ from mtp.layers.gdn_windows import (
     record_windows,
     run_windows,
 )
+from mtp.layers.kernel_files import PLACE
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Layer, Mixer
 from mtp.layers.reference import reference_layer
@@ -478,7 +478,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mtp.layers.cuda.dense_rows import multiply_dense_rows
-from mtp.layers.cuda.kernel_files import FILES
+from mtp.layers.kernel_files import FILES
 
 if sys.argv[1]:
     FILES.open(Path(sys.argv[1]))

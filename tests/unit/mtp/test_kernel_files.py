@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mtp.layers.cuda import kernel_files
-from mtp.layers.cuda.kernel_files import (
+from mtp.layers import kernel_files
+from mtp.layers.kernel_files import (
     MLX_HEADER,
     OWN_HEADER,
     PLACE,
