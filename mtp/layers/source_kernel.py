@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mtp.layers.cuda.kernel_files import FILES, KernelText
+from mtp.layers.kernel_files import FILES, KernelText
 
 log = logging.getLogger(__name__)
 

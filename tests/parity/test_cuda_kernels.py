@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -33,6 +35,7 @@ from mtp.layers.gdn_windows import (
     record_windows,
     run_windows,
 )
+from mtp.layers.kernel_files import PLACE
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Layer, Mixer
 from mtp.layers.reference import reference_layer
@@ -467,3 +470,41 @@ def test_a_kernel_that_does_not_compile_leaves_the_reference(
     text = Text(stage, 0)
     mx.eval(stage.forward(rows_of(2, 1), [(text.sequence, text.segment(2))]))
     assert len([r for r in caplog.records if "kernel unavailable" in r.message]) == 1
+
+
+PROCESS = """
+import hashlib, sys, time
+from pathlib import Path
+import mlx.core as mx
+import numpy as np
+from mtp.layers.cuda.dense_rows import multiply_dense_rows
+from mtp.layers.kernel_files import FILES
+
+if sys.argv[1]:
+    FILES.open(Path(sys.argv[1]))
+x, w = (mx.random.normal((rows, 1024), key=mx.random.key(rows)).astype(mx.bfloat16) for rows in (5, 512))
+mx.eval(x, w)
+started = time.monotonic()
+y = multiply_dense_rows(x, w)
+mx.eval(y)
+seconds = time.monotonic() - started
+print(hashlib.sha256(np.array(y.view(mx.uint16)).tobytes()).hexdigest(), FILES.compiled, FILES.found, seconds)
+"""
+
+
+def test_a_process_finds_the_kernels_of_another_one(tmp_path: Path) -> None:
+    """MLX loads the stored kernel, which has the bits of the kernel that MLX compiles, and compiles nothing."""
+
+    def run(folder: str) -> tuple[str, str, str, float]:
+        command = [sys.executable, "-c", PROCESS, folder]
+        environment = {**os.environ, PLACE: "" if folder else str(tmp_path / "mlx")}
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+        bits, compiled, stored, seconds = found.stdout.split()
+        return bits, compiled, stored, float(seconds)
+
+    by_mlx, first, second = run(""), run(str(tmp_path)), run(str(tmp_path))
+    assert first[:3] == (by_mlx[0], "1", "0")
+    assert second[:3] == (by_mlx[0], "0", "1")
+    assert second[3] < 0.3 < by_mlx[3], "MLX compiles for more than a second"
+    (file,) = tmp_path.rglob("custom_kernel_*.ptx")
+    assert file.with_suffix(".txt").exists()

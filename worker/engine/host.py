@@ -16,7 +16,7 @@ from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
 from mtp.head.draft_vocabulary import drafted_share
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
-from mtp.layers.cuda.kernel_files import FILES
+from mtp.layers.kernel_files import FILES
 from proto.errors import MemoryLimitError
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps, StampRing

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 
 from mtp.device import this_device
-from mtp.layers.cuda.kernel_files import FILES
+from mtp.layers.kernel_files import FILES
 from proto.frame import Admit, Commit, Evict, Frame, Op, Outcome, Segment
 from proto.params import SamplingParams
 from worker.engine.frame_engine import CHUNK, FrameEngine, to_bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mtp.layers.cuda import kernel_files
-from mtp.layers.cuda.kernel_files import (
+from mtp.layers import kernel_files
+from mtp.layers.kernel_files import (
     MLX_HEADER,
     OWN_HEADER,
     PLACE,
@@ -174,7 +174,7 @@ def test_without_a_compiler_mlx_compiles(
     files = KernelFiles()
     files.open(tmp_path)
     files.provide(kernel())
-    assert (files.folder, os.environ[PLACE], files.describe()) == (None, "", "MLX compiles all kernels")
+    assert (files.folder, os.environ[PLACE], files.describe()) == (None, "", "no folder of compiled kernels")
     assert [vars(record)["error"] for record in caplog.records] == ["none of libabsent.so.1 found"]
 
 

@@ -31,7 +31,7 @@ PLACE = "MLX_PTX_CACHE_DIR"
 """The environment variable that names MLX's folder of compiled modules. MLX reads it at its first compilation."""
 
 MOST_BYTES = 2**29
-"""Bytes of all modules that a start leaves on disk. A module of this project has 5 to 35 KB, one of MLX up to 5 MB."""
+"""Bytes of all modules that a start leaves on disk. A module of this project has 5 to 35 KB."""
 
 MLX_HEADER = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
 """The text that MLX sets before each source."""
@@ -151,9 +151,9 @@ def string_hash(text: str) -> int:
 
 
 class Compiler:
-    """NVIDIA's runtime compiler, for the GPU of this process."""
+    """NVIDIA's runtime compiler, for a GPU of `architecture`, such as sm_90."""
 
-    def __init__(self) -> None:
+    def __init__(self, architecture: str) -> None:
         """Find the compiler, which MLX has loaded, and CUDA's headers. Raises OSError."""
         for name in LIBRARIES:
             try:
@@ -170,12 +170,12 @@ class Compiler:
         if headers is None:
             raise OSError("CUDA's headers not found")
         folders = [place for place in (site / "include" / "cccl", headers) if place.exists()]
-        known = mx.device_info()
-        major, minor = known["compute_capability_major"], known["compute_capability_minor"]
-        architecture = f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
+        number = architecture.removeprefix("sm_")
+        if not number.isdigit():
+            raise OSError(f"unknown architecture {architecture}")
         self.options = [
             "--device-as-default-execution-space",
-            f"--gpu-architecture={architecture}",
+            f"--gpu-architecture={architecture}{'a' if int(number) >= 90 else ''}",
             *(f"--include-path={folder}" for folder in folders),
         ]
         """MLX's options."""
@@ -243,9 +243,9 @@ class KernelFiles:
         folder = parent if parent.name == name else parent / name
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._compiler = compiler or Compiler()
-            remove_incomplete(folder)
+            self._compiler = compiler or Compiler(here.architecture)
             with suppress(FileNotFoundError):  # another process removes the same files
+                remove_incomplete(folder)
                 remove_oldest(folder.parent, MOST_BYTES)
         except OSError as error:
             log.warning("compiled kernels are not kept", extra={"folder": str(folder), "error": str(error)[:200]})
@@ -282,7 +282,7 @@ class KernelFiles:
     def describe(self) -> str:
         """Return the numbers of modules for people."""
         if self.folder is None:
-            return "MLX compiles all kernels"
+            return "no folder of compiled kernels"
         text = f"{self.compiled} kernels of this project compiled in {self.seconds:.1f} s, {self.found} found on disk"
         return f"{text}, {self._compiled_by_mlx()} compiled by MLX"
 
