@@ -83,8 +83,8 @@ def check_model(api: Api, name: str | None, *, strictly: bool = False, served: M
     if served.answers_to(plain):
         return
     if any(model.answers_to(plain) for model in api.served_models):
-        uses = "answers" if served is api.model else "embeddings"
-        raise UnknownModelError(f"model: {plain!r} is not the model of {uses}. Use {served.id!r}.", param="model")
+        lacks = "writes no answers" if served is api.model else "computes no embeddings"
+        raise UnknownModelError(f"model: {plain!r} {lacks}. Use {served.id!r}.", param="model")
     is_known = api.model_loader is not None and api.model_loader.can_load(plain)
     if is_known and served is api.model:
         raise ModelNotLoadedError(

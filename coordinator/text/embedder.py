@@ -81,7 +81,7 @@ class Embedder:
         self._vocab_size = max(vocabulary.values()) + 1
         self._most_characters = (limit + 1) * max(map(len, vocabulary))
         program = f"from {__name__} import main; main()"
-        self._command = (sys.executable, "-P", "-c", program, str(path), str(self.needed_bytes))
+        self.command = (sys.executable, "-P", "-c", program, str(path), str(self.needed_bytes))
         self.size = 0
         """The numbers of a vector, once the process has started."""
         self.process: Process | None = None
@@ -156,7 +156,7 @@ class Embedder:
         if self.process is not None and self.process.returncode is None:
             return self.process
         process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            *self.command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
         )
         self.process = process
         facts, assumed = {}, '{"error": "its process has ended"}'

@@ -52,14 +52,14 @@ class PooledDecoder:
             raise CheckpointError(f"{path}: its tokens attend to later ones, which mlx-lm does not compute. Use Qwen3.")
         # The lm_head is not used: some checkpoints lack it, and in others it is as large as several layers.
         options = {"model_config": {"tie_word_embeddings": True}, "get_model_classes": _classes}
-        self._model, _ = import_module("mlx_lm.utils").load_model(path, **options)
-        self._backbone = getattr(self._model, "model", None)
+        self.model, _ = import_module("mlx_lm.utils").load_model(path, **options)
+        self._backbone = getattr(self.model, "model", None)
         if not hasattr(self._backbone, "embed_tokens") or not hasattr(self._backbone, "norm"):
             raise CheckpointError(f"{path}: {config['model_type']} has no plain decoder. Use a model such as Qwen3.")
 
     def vector(self, tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the vector of `tokens`, of which there is one at least."""
-        caches, pooled = make_prompt_cache(self._model), mx.zeros(())
+        caches, pooled = make_prompt_cache(self.model), mx.zeros(())
         for start in range(0, len(tokens), CHUNK):
             chunk = mx.array([tokens[start : start + CHUNK]])
             rows = self._backbone(chunk, cache=caches)[0].astype(mx.float32)  # type: ignore[misc]
