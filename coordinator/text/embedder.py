@@ -50,9 +50,6 @@ REQUEST_SECONDS = 600.0
 MOST_OPEN, MOST_OF_CLIENT = 64, 32
 """Requests that are computed or wait, of all clients and of one client."""
 
-RETRY_SECONDS = 5.0
-"""Seconds after which a client may send a refused request again."""
-
 
 class Embedder:
     """An embedding model. Its async methods run on the event loop.
@@ -115,7 +112,7 @@ class Embedder:
         Raises CapacityError for too many requests, and NotReadyError after REQUEST_SECONDS or if the process ends.
         """
         if self._open.total() >= MOST_OPEN or self._open[client] >= MOST_OF_CLIENT:
-            raise CapacityError("Too many requests wait for embeddings. Try again later.", retry_after=RETRY_SECONDS)
+            raise CapacityError("Too many requests wait for embeddings. Try again later.", retry_after=5.0)
         self._open[client] += 1
         turn = self._turns.setdefault(client, asyncio.Lock())
         try:
@@ -129,7 +126,7 @@ class Embedder:
     async def _compute_in_turn(self, turn: asyncio.Lock, tokens: Tokens) -> Vector:
         async with turn, self._lock:
             for _ in range(2):  # a process that was killed is replaced at once
-                process = await self._started()
+                process = await self.start()
                 assert process.stdin is not None and process.stdout is not None
                 try:
                     process.stdin.write(len(tokens).to_bytes(4, "little") + tokens.astype("<u4").tobytes())
@@ -147,12 +144,8 @@ class Embedder:
                 return vector
             raise NotReadyError("The process of the embeddings has ended. Send a shorter input.")
 
-    async def start(self) -> None:
-        """Start the process, which reads the weights. Raises CheckpointError if it cannot."""
-        async with self._lock:
-            await self._started()
-
-    async def _started(self) -> Process:
+    async def start(self) -> Process:
+        """Return the process, which is started and reads the weights unless it runs. Raises CheckpointError."""
         if self.process is not None and self.process.returncode is None:
             return self.process
         process = await asyncio.create_subprocess_exec(
