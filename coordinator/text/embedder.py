@@ -78,7 +78,7 @@ class Embedder:
         self._vocab_size = max(vocabulary.values()) + 1
         self._most_characters = (limit + 1) * max(map(len, vocabulary))
         program = f"from {__name__} import main; main()"
-        self.command = (sys.executable, "-P", "-c", program, str(path), str(self.needed_bytes))
+        self.command: tuple[str, ...] = (sys.executable, "-P", "-c", program, str(path), str(self.needed_bytes))
         self.size = 0
         """The numbers of a vector, once the process has started."""
         self.process: Process | None = None

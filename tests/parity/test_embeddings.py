@@ -65,8 +65,8 @@ def their_vector(model: Any, tokens: list[int], pooling: str = "lasttoken") -> n
     """Return transformers' last hidden state, pooled, of unit length."""
     with torch.no_grad():
         rows = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-    vector: np.ndarray[Any, Any] = rows[-1] if pooling == "lasttoken" else rows.mean(0)
-    return vector / np.linalg.norm(vector)
+    vector = rows[-1] if pooling == "lasttoken" else rows.mean(0)
+    return np.asarray(vector / np.linalg.norm(vector))
 
 
 @pytest.mark.parametrize(

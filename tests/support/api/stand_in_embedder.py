@@ -31,10 +31,10 @@ def write_embedding_tokenizer(folder: Path) -> int:
     """Write the tiny tokenizer with the end token that Qwen3-Embedding's adds to each text, and return the token."""
     file = write_tokenizer(folder) / "tokenizer.json"
     tokenizer, end = Tokenizer.from_file(str(file)), "<|endoftext|>"
-    token = tokenizer.token_to_id(end)
+    token: int = tokenizer.encode(end).ids[0]
     tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, token)])
     tokenizer.save(str(file))
-    return int(token)
+    return token
 
 
 def stand_in_embedder(folder: Path, program: str = PROGRAM) -> Embedder:
