@@ -310,10 +310,11 @@ async def version() -> Response:
 
 @router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> Response:
-    """List the served model and its aliases, then the other models on this machine."""
+    """List the served models and their aliases, then the other models on this machine."""
     api = api_of(request)
     others = [_entry(api, found.name, found) for found in await api.loadable_models()]
-    return JSONResponse({"models": _served_entries(api) + others})
+    served = [_entry(api, name, model) for model in api.served_models for name in model.listed_names]
+    return JSONResponse({"models": served + others})
 
 
 @router.get("/api/ps")
@@ -323,32 +324,31 @@ async def running(request: Request) -> Response:
     context, expires = api.model.context_length, utc_time(NEVER)
     size = sum(node.memory_used for node in api.status.status().nodes) or api.model.nbytes
     extra = {"expires_at": expires, "size": size, "size_vram": size, "context_length": context}
-    return JSONResponse({"models": [{**entry, **extra} for entry in _served_entries(api)]})
+    entries = [_entry(api, name, api.model) for name in api.model.listed_names]
+    return JSONResponse({"models": [{**entry, **extra} for entry in entries]})
 
 
 @router.post("/api/show")
 async def show(request: Request) -> Response:
     """Describe the served model."""
     body = await read_body(request, ShowBody)
-    api = api_of(request)
-    request_settings.check_model(api, body.model)
+    api, name = api_of(request), body.model.removesuffix(request_settings.TAG)
+    model = next((one for one in api.served_models if one.answers_to(name)), api.model)
+    request_settings.check_model(api, body.model, served=model)
     capabilities = ["completion"]
     capabilities += ["tools"] if api.tokenizer.has_tools else []
     capabilities += ["thinking"] if api.tokenizer.reasoning_end else []
     capabilities += ["vision"] if api.images.reads_images else []
-    family = api.model.family
+    capabilities = capabilities if model is api.model else ["embedding"]
+    family = model.family
     return JSONResponse(
         {
-            "details": _details(api.model),
-            "model_info": {"general.architecture": family, f"{family}.context_length": api.model.context_length},
+            "details": _details(model),
+            "model_info": {"general.architecture": family, f"{family}.context_length": model.context_length},
             "capabilities": capabilities,
-            "modified_at": utc_time(api.model.created),
+            "modified_at": utc_time(model.created),
         }
     )
-
-
-def _served_entries(api: Api) -> list[Json]:
-    return [_entry(api, name, api.model) for name in api.model.listed_names]
 
 
 def _entry(api: Api, name: str, model: ModelInfo | ModelFacts) -> Json:

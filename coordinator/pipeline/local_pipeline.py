@@ -60,6 +60,8 @@ class LocalModel:
     prefix_cache: bool = True
     vision: bool = False
     """True if the vision tower takes memory beside the layers."""
+    other_bytes: int = 0
+    """Memory that another process of this server takes."""
 
     @property
     def span(self) -> Span:
@@ -74,7 +76,7 @@ class LocalModel:
         )
         # A large image needs about as much for its activations.
         vision = 2 * tower_bytes(self.checkpoint) if self.vision else 0
-        limit = default_memory_limit() - reserved - vision
+        limit = default_memory_limit() - reserved - self.other_bytes - vision
         weights = sum(layer.weight_bytes for layer in costs.layers)
         weights += costs.embed_bytes + costs.last_stage_bytes
         context = self.checkpoint.config.max_positions
@@ -93,7 +95,7 @@ class LocalPipeline(Pipeline):
         self.epoch = epoch
         self.stages = 1
         self.capacity = model.capacity(reserved)
-        self._memory_limit = default_memory_limit() - reserved
+        self._memory_limit = default_memory_limit() - reserved - model.other_bytes
         self.suspect: str | None = None
         """Always None: no worker takes part."""
         self.makes_backups = False

@@ -15,7 +15,7 @@ from coordinator.schedule.request import GenerationRequest
 from coordinator.text.forced_forms import JsonForm, channel_format, json_form_grammar
 from coordinator.text.grammars import OutputFormat, call_grammar, check_schema
 from coordinator.text.schemas import Json
-from coordinator.text.tokenizer import ChatPrompt, ContextLengthError
+from coordinator.text.tokenizer import ChatPrompt, ContextLengthError, ModelInfo
 from coordinator.web.context import Api
 from coordinator.web.error_responses import ModelNotLoadedError, UnknownModelError, refused_field
 from proto.errors import RequestError
@@ -70,25 +70,30 @@ TAG = ":latest"
 """The tag that Ollama's clients add to a name without one."""
 
 
-def check_model(api: Api, name: str | None, *, strictly: bool = False) -> None:
-    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is empty or served.
+def check_model(api: Api, name: str | None, *, strictly: bool = False, served: ModelInfo | None = None) -> None:
+    """Raise UnknownModelError or ModelNotLoadedError unless `name`, perhaps with Ollama's tag, is empty or `served`.
 
     A name of no model on this machine is served too, unless the server has strict names or this is to be done
     `strictly`: clients have fixed names, and the answer names the model that wrote it.
     """
-    if not name or api.model.answers_to(name):
+    served = served or api.model
+    if not name or served.answers_to(name):
         return
     plain = name.removesuffix(TAG)
-    if api.model.answers_to(plain):
+    if served.answers_to(plain):
         return
-    if api.model_loader is not None and api.model_loader.can_load(plain):
+    if any(model.answers_to(plain) for model in api.served_models):
+        lacks = "writes no answers" if served is api.model else "computes no embeddings"
+        raise UnknownModelError(f"model: {plain!r} {lacks}. Use {served.id!r}.", param="model")
+    is_known = api.model_loader is not None and api.model_loader.can_load(plain)
+    if is_known and served is api.model:
         raise ModelNotLoadedError(
             f"model: {plain!r} is not loaded, {api.model.id!r} is. Change the model with mtp-coord load or POST "
             "/v1/models/load.",
             param="model",
         )
-    if strictly or api.options.strict_names:
-        raise UnknownModelError(f"model: {name!r} is not served here. Use {api.model.id!r}.", param="model")
+    if is_known or strictly or api.options.strict_names:
+        raise UnknownModelError(f"model: {name!r} is not served here. Use {served.id!r}.", param="model")
 
 
 def stops_of(api: Api, settings: GenerationSettings) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.answers.journal import Journal
 from coordinator.answers.stored_answers import StoredAnswers
-from coordinator.dialects import anthropic, ollama, openai_chat, openai_responses
+from coordinator.dialects import anthropic, embeddings, ollama, openai_chat, openai_responses
 from coordinator.serve import operations
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.frame_records import FrameRecords
@@ -33,7 +33,11 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {
 """The error format of each path prefix, the first that matches; other paths use OpenAI's format."""
 
 
-UNVERSIONED = (*("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"), "/models")
+UNVERSIONED = (
+    *("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"),
+    "/models",
+    "/embeddings",
+)
 """Paths that clients ask without `/v1`, because their users left it out of the server's address."""
 
 
@@ -71,6 +75,7 @@ def create_app(api: Api, frames: FrameRecords | None = None, journal: Journal | 
         operations.router,
         operations.cluster_router,
         live_feed.router,
+        *((embeddings.router,) if api.embedder else ()),
     )
     app = _new_app(api, routers, frames)
     app.state.stored_answers = StoredAnswers(api, journal or Journal(), openai_responses.restore)

@@ -228,9 +228,9 @@ class LoadBody(Body):
 
 @models_router.api_route("/v1/models", methods=["GET", "HEAD"])
 async def models(request: Request) -> Response:
-    """List the served model under its id and the names of --served-model-name, then those that can be loaded."""
+    """List the served models under their ids and the names of --served-model-name, then those that can be loaded."""
     api = api_of(request)
-    served = [{**served_entry(api.model), "id": name} for name in api.model.listed_names]
+    served = [{**served_entry(model), "id": name} for model in api.served_models for name in model.listed_names]
     listed = [*served, *await _loadable(api)]
     if wants_anthropic_format(request):
         page = {"data": [anthropic_model(entry) for entry in listed], "has_more": False}
@@ -258,9 +258,10 @@ async def model(request: Request, name: str) -> Response:
     """Describe the model with the id or alias `name`."""
     api = api_of(request)
     loadable = [entry for entry in await _loadable(api) if entry["id"] == name]
+    served = next((one for one in api.served_models if one.answers_to(name)), api.model)
     if not loadable:
-        check_model(api, name, strictly=True)
-    found = loadable[0] if loadable else served_entry(api.model)
+        check_model(api, name, strictly=True, served=served)
+    found = loadable[0] if loadable else served_entry(served)
     return JSONResponse(anthropic_model(found) if wants_anthropic_format(request) else found)
 
 

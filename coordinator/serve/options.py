@@ -205,6 +205,14 @@ class ServeOptions:
         VisionMode,
         typer.Option(help="Read the part for images when the first one comes, at the start, or never."),
     ] = VisionMode.auto
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Serve the embeddings of this model too, such as Qwen/Qwen3-Embedding-0.6B, from a process beside the "
+            "server.",
+        ),
+    ] = None
     max_images: Annotated[int, typer.Option(min=0, max=MAX_IMAGES, help="Most images of one request.")] = 32
     share_weights: Annotated[
         bool,

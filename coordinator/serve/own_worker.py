@@ -100,6 +100,10 @@ class OwnWorker:
         flags += ["--insecure"] if options.insecure else []
         return cls(address, tuple(flags), options.state / "logs" / "own-worker.log")
 
+    def limited_to(self, memory: int) -> OwnWorker:
+        """Return the worker with a limit of `memory` bytes."""
+        return replace(self, flags=(*self.flags, "--memory-limit", f"{memory}B"))
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keep the process running while the block runs, and end it afterwards."""

@@ -26,6 +26,7 @@ from coordinator.serve.app import create_app
 from coordinator.serve.live_status import LiveStatus
 from coordinator.serve.options import DEFAULT_WAIT, ServeOptions
 from coordinator.status.cluster_status import ModelStatus
+from coordinator.text.embedder import Embedder
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, generation_defaults, pack_vocabulary
 from coordinator.trust.client_access import Invitation
 from coordinator.web.context import Api, ApiOptions
@@ -116,6 +117,7 @@ class LastingParts:
     manager: ClusterManager | None
     switch: ModelLoader
     invite: Callable[[], Invitation] | None
+    embedder: Embedder | None = None
 
 
 class OpenedModel:
@@ -125,7 +127,7 @@ class OpenedModel:
     that cannot be cut into slices, and UsageError for an option that this model lacks.
     """
 
-    def __init__(self, options: ServeOptions, path: Path) -> None:
+    def __init__(self, options: ServeOptions, path: Path, other_bytes: int = 0) -> None:
         self.options = options
         self.checkpoint = Checkpoint.open(path)
         config = self.checkpoint.config
@@ -161,6 +163,7 @@ class OpenedModel:
             max_sequences=options.max_sequences,
             prefix_cache=not options.no_prefix_cache,
             vision=options.vision is not VisionMode.off,
+            other_bytes=other_bytes,
         )
         seen = options.vision is not VisionMode.off
         self.images = ImageEncoder(self.checkpoint if seen else None, options.dtype)
@@ -205,6 +208,7 @@ class ServedParts:
             invite=lasting.invite,
             vocabulary=model.vocabulary,
             images=model.images,
+            embedder=lasting.embedder,
         )
         self.app = create_app(api, self.loop.frames, lasting.journal)
         self.stored_answers: StoredAnswers = self.app.state.stored_answers

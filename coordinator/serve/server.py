@@ -27,6 +27,7 @@ from coordinator.serve.options import ServeOptions
 from coordinator.serve.own_worker import LOOPBACK, OwnWorker, with_own_worker
 from coordinator.serve.served_parts import LastingParts, OpenedModel, ServedParts, make_manager, served_name
 from coordinator.status.cluster_status import ClusterStatus, StatusSource
+from coordinator.text.embedder import Embedder
 from coordinator.trust.authority import Authority
 from coordinator.trust.client_access import ClientAccess
 from coordinator.trust.cluster_trust import ClusterTrust
@@ -71,7 +72,6 @@ async def serve(options: ServeOptions) -> None:
             host, port = options.listen or (LOOPBACK, 0)
             await stack.enter_async_context(trust.listening(host, port, others=options.listen is not None))
         if own is not None:
-            await stack.enter_async_context(own.running())
             others = (options.required_nodes or 1) - len(options.worker)
             if options.own_worker and trust is not None and others > 0:
                 _show_members(trust, others)
@@ -160,6 +160,7 @@ class _Server:
         self.options = options
         self.trust = trust
         self.own_worker = own_worker
+        self.embedder: Embedder | None = None
         self.tls = tls = http_tls(options)
         host, self.port = listener.getsockname()[:2]
         self.url = _url(_shown_host(host, options), self.port, tls)
@@ -217,6 +218,10 @@ class _Server:
     async def start(self, stack: AsyncExitStack) -> None:
         """Download the model if needed, make all parts, which `stack` closes, and wait for the first plan."""
         try:
+            if self.options.embeddings:
+                await self._start_embedder(self.options.embeddings, stack)
+            if self.own_worker is not None:
+                await stack.enter_async_context(self.own_worker.running())
             with byte_bar("downloading the model", log) as show:
                 path = await asyncio.to_thread(self.download.run, show)
             if self.options.fetch_head:
@@ -225,7 +230,8 @@ class _Server:
         finally:
             self.download.stop.set()
         stack.push_async_callback(self.journal.close)
-        model = await asyncio.to_thread(OpenedModel, self.options, path)
+        other_bytes = self.embedder.needed_bytes if self.embedder else 0
+        model = await asyncio.to_thread(OpenedModel, self.options, path, other_bytes)
         if self.own_worker is not None:
             await self.own_worker.wait_until_it_listens()
         source = self._make_source(model, stack)
@@ -233,7 +239,7 @@ class _Server:
         switch = ModelSwitch(self, model)
         stack.push_async_callback(switch.close)
         invite = self.trust.invite if self.trust and self.options.listen else None
-        self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite)
+        self._lasting = LastingParts(self.api_options, self.journal, self.manager, switch, invite, self.embedder)
         parts = self.make_parts(model, source)
         self.publish(parts)
         reporting = self.manager and asyncio.create_task(
@@ -245,6 +251,16 @@ class _Server:
         finally:
             if reporting:
                 reporting.cancel()
+
+    async def _start_embedder(self, model: str, stack: AsyncExitStack) -> None:
+        """Download the model of the embeddings if needed, and start its process, whose memory no worker here counts."""
+        with byte_bar("downloading the embedding model", log) as show:
+            path = await asyncio.to_thread(resolve_model, model, show, self.download.stop)
+        self.embedder = embedder = await asyncio.to_thread(Embedder, served_name(model), path)
+        stack.push_async_callback(embedder.close)
+        await embedder.start()
+        if self.own_worker is not None:
+            self.own_worker = self.own_worker.limited_to(embedder.rest_bytes)
 
     def _make_source(self, model: OpenedModel, stack: AsyncExitStack) -> PipelineSource:
         """Return the source of pipelines: this process, or the manager of the workers, which is started."""

@@ -17,6 +17,7 @@ from coordinator.images.encoder import ImageEncoder
 from coordinator.schedule.request import Generator
 from coordinator.status.cluster_status import StatusSource
 from coordinator.status.metrics import Metrics
+from coordinator.text.embedder import Embedder
 from coordinator.text.grammars import GrammarProcess
 from coordinator.text.tokenizer import ModelInfo, Tokenizer, pack_vocabulary
 from coordinator.trust.client_access import ClientAccess, Invitation
@@ -132,11 +133,18 @@ class Api:
     vocabulary: bytes = b""
     """The packed vocabulary of the tokenizer, if it is known already."""
     images: ImageEncoder = field(default_factory=ImageEncoder)
+    embedder: Embedder | None = None
+
+    @property
+    def served_models(self) -> tuple[ModelInfo, ...]:
+        """The model of answers, and that of embeddings if there is one."""
+        return (self.model, self.embedder.info) if self.embedder else (self.model,)
 
     async def loadable_models(self) -> list[ModelFacts]:
         """Return the other models on this machine that can be served."""
         found = [] if self.model_loader is None else await self.model_loader.list_models()
-        return [m for m in found if not m.problem and m.name not in self.model.listed_names]
+        served = [name for model in self.served_models for name in model.listed_names]
+        return [m for m in found if not m.problem and m.name not in served]
 
     @cached_property
     def metrics(self) -> Metrics:

@@ -117,7 +117,7 @@ def request_error(errors: Sequence[Any]) -> RequestError:
     return RequestError(f"{name}: {message}" if name else message, param=name or None)
 
 
-EMBEDDINGS = "This server computes no embeddings. Run Ollama or LM Studio beside it for them, at a port of their own."
+EMBEDDINGS = "This server computes no embeddings. Start it with mtp-coord serve --embeddings MODEL."
 
 
 def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:

@@ -66,8 +66,8 @@ coordinator.cli: coordinator.answers coordinator.cluster coordinator.drafts coor
     mtp.checkpoint.hub mtp.vision proto proto.rpc proto.terminal proto.trust worker.engine
 coordinator.cluster: coordinator.pipeline coordinator.planning mtp mtp.checkpoint.format proto
     proto.rpc proto.terminal
-coordinator.dialects: coordinator.answers coordinator.prompts coordinator.schedule coordinator.text
-    coordinator.web proto
+coordinator.dialects: coordinator.answers coordinator.prompts coordinator.schedule coordinator.status
+    coordinator.text coordinator.web proto
 coordinator.drafts: proto
 coordinator.images: mtp.checkpoint.format mtp.vision proto worker.engine
 coordinator.pipeline: coordinator.planning coordinator.status mtp mtp.checkpoint.format mtp.vision
@@ -82,7 +82,8 @@ coordinator.serve: coordinator.answers coordinator.cluster coordinator.dialects 
     mtp.checkpoint.format mtp.checkpoint.hub mtp.head mtp.vision proto proto.rpc proto.terminal
     proto.trust
 coordinator.status: coordinator.drafts proto
-coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.sampling proto
+coordinator.text: mtp.checkpoint.families mtp.checkpoint.format mtp.mlx_models mtp.sampling proto proto.terminal
+    worker.engine
 coordinator.trust: proto proto.rpc proto.trust
 coordinator.web: coordinator.images coordinator.schedule coordinator.status coordinator.text
     coordinator.trust mtp.checkpoint.format mtp.checkpoint.hub proto"""
@@ -92,6 +93,7 @@ coordinator.web: coordinator.images coordinator.schedule coordinator.status coor
 COMPOSITION_ROOTS = {
     "coordinator.images.encoder",
     "coordinator.pipeline.local_pipeline",
+    "coordinator.text.embedder",
     "coordinator.cli.doctor_checks",
     "coordinator.cli.doctor_command",
 }
@@ -142,7 +144,7 @@ MAX_FUNCTION_LINES = 90
 LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 60, 5
 """Lines of a function with its signature that one screen holds, and the number of functions that exceed them."""
 
-MAX_LINES, MAX_FILES = 53_674, 276
+MAX_LINES, MAX_FILES = 53_799, 278
 """Size of the product without generated code. Lower both when code goes. Before adding, ask what goes."""
 
 VARIANTS = {"__init__", "args", "attention", "family", "fuse", "gdn", "head", "kernel", "layers", "modules", "options"}

@@ -17,6 +17,7 @@ import httpx
 from coordinator.answers.journal import Journal
 from coordinator.images.encoder import ImageEncoder
 from coordinator.serve.app import create_app
+from coordinator.text.embedder import Embedder
 from coordinator.text.tokenizer import ModelInfo, Tokenizer
 from coordinator.web.context import Api, ApiOptions
 from proto.params import SamplingParams
@@ -98,6 +99,7 @@ class ApiClient:
     fingerprint: str = "f"
     nbytes: int = 0
     images: ImageEncoder = field(default_factory=ImageEncoder)
+    embedder: Embedder | None = None
 
     def __post_init__(self) -> None:
         model = ModelInfo(
@@ -112,7 +114,8 @@ class ApiClient:
             nbytes=self.nbytes,
         )
         tokenizer = self.generator.tokenizer
-        parts = Api(self.generator, tokenizer, model, self.status, self.options, images=self.images)
+        others: Any = {"images": self.images, "embedder": self.embedder}
+        parts = Api(self.generator, tokenizer, model, self.status, self.options, **others)
         self.app = create_app(parts, journal=self.journal)
 
     @asynccontextmanager
