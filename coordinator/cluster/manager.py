@@ -23,6 +23,7 @@ from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.planning.plan import Plan
+from coordinator.status.cluster_status import unlike_machines
 from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError
@@ -281,6 +282,8 @@ class ClusterManager(PipelineSource):
         except Exception as error:
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
+        if unlike := unlike_machines((m.name, m.arithmetic) for node in plan.nodes if (m := start.view.members[node])):
+            log.info(unlike)
         self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:

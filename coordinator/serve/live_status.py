@@ -12,7 +12,14 @@ from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus, StatusSource
+from coordinator.status.cluster_status import (
+    ClusterStatus,
+    Health,
+    ModelStatus,
+    NodeStatus,
+    StatusSource,
+    unlike_machines,
+)
 from coordinator.status.frame_records import StageLoad
 from coordinator.status.frame_trace import chrome_trace, step_table
 from proto.terminal.progress import format_size
@@ -40,7 +47,9 @@ class LiveStatus(StatusSource):
     def status(self) -> ClusterStatus:
         loop = self.loop.status()
         up = self.loop.clock() - self._started
-        found = replace(loop, model=self.model, detail=self._detail(loop), nodes=self._nodes(loop))
+        nodes = self._nodes(loop)
+        rounding = unlike_machines((node.name, node.arithmetic) for node in nodes if node.span and node.address)
+        found = replace(loop, model=self.model, detail=self._detail(loop), nodes=nodes, rounding=rounding)
         found = replace(found, architecture=self.architecture, uptime_seconds=up, phase_seconds=up)
         if self.manager is None:
             return found

@@ -143,6 +143,8 @@ class ClusterStatus:
     phase: str = ""
     phase_seconds: float = 0.0
     architecture: ModelStatus | None = None
+    rounding: str = ""
+    """One line about machines of the plan that round differently. Empty if all round in the same way."""
 
 
 class StatusSource(Protocol):
@@ -153,10 +155,11 @@ class StatusSource(Protocol):
 
 
 def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return for people which of `machines`, pairs of name and arithmetic, round in the same way; empty if all do."""
+    """Return for people which of `machines`, pairs of name and arithmetic, round differently; empty if none do."""
     groups: dict[str, list[str]] = {}
     for name, arithmetic in machines:
         groups.setdefault(arithmetic, []).append(name)
     if len(groups) < 2:
         return ""
-    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())
+    alike = [f"{', '.join(names)} ({kind or 'unknown'})" for kind, names in groups.items()]
+    return f"answers may differ in rounding between {' and '.join(alike)}"
