@@ -239,8 +239,20 @@ def test_auto_counts_drafts() -> None:
 
     drafting, plain = chosen(with_head=True), chosen(with_head=False)
     assert (drafting.group_size, plain.group_size) == (2, 1)
-    assert "a group of 2: 30.9 tokens/s of one stream are predicted with drafts (one machine 28" in drafting.reason
+    assert "a group of 2: 30.7 tokens/s of one stream are predicted with drafts (one machine 27.8" in drafting.reason
     assert "one machine: 15.1 tokens/s of one stream are predicted (" in plain.reason
+
+
+def test_auto_counts_the_drafts_that_are_fixed() -> None:
+    """Where --mtp fixes one draft, the group that is fastest with more drafts is slower than one machine."""
+    model = find_published("qwen3.5:27b")
+    assert model is not None
+    macs = [Machine(replace(mac_spec("M4 Pro 64GB"), name=f"mac-{i}"), "m4", "10.0.0.1") for i in range(2)]
+    planned = Planning.of(converted_headers(model, 4), 4096, parallel=Parallel.parse("auto"))
+    depths = {None: 2, 0: 1, 1: 1, 2: 2}
+    found = {depth: choose_plan(replace(planned, depth=depth), macs, 1) for depth in depths}
+    assert {depth: plan.group_size for depth, plan in found.items()} == depths
+    assert "one machine: 21.9 tokens/s of one stream are predicted with drafts (" in found[1].reason
 
 
 @pytest.mark.parametrize("macs", [("M4 Pro 64GB",) * 2, ("M4 Pro 64GB", "M4 Max 128GB"), ("M4 16GB",) * 4])
