@@ -182,8 +182,8 @@ def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> 
     """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
 
     `auto` takes the fastest for one stream with the drafts that it will have, and of equals the fastest for many.
-    `tensor` takes several smaller groups if the layers cannot be cut for all machines. After the first plan, the
-    machines that are left serve in smaller groups or as a pipeline, so that no answer waits for one that may not return.
+    `tensor` takes several smaller groups if the layers cannot be cut for all machines. After the first plan, those that
+    are left serve in smaller groups or as a pipeline, so that no answer waits for a machine that may not return.
     """
     parallel = planning.parallel
     if parallel.auto:
