@@ -183,7 +183,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
             for one in candidates
         ],
         "fastest": fastest.text if fastest else None,
-        "accepted": planning.accepted,
+        "accepted": costs.accepted,
         "head": checkpoint.mtp.complete,
         "machines": len(found.nodes),
         "drafts": options.mtp if checkpoint.mtp.complete else 0,

@@ -18,7 +18,6 @@ import numpy as np
 
 from coordinator.planning.capacity import model_costs, reserve_bytes
 from coordinator.planning.plan import ModelCosts, NodeSpec, Plan, StagePlan, Workload, make_plan
-from mtp.checkpoint.families.shape import ACCEPTED
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from proto.announcement import is_loopback
@@ -147,8 +146,6 @@ class Planning:
     """Seconds of a sum over a group that has not measured it."""
     row_costs: Mapping[int, float] = field(default_factory=lambda: ROW_COSTS)
     """Seconds of the reads of a window over those of one row, by rows: measured on the machines, or the published."""
-    accepted: Sequence[float] = ACCEPTED
-    """The share of each draft that is right after right ones. A window has at most as many drafts."""
     depth: int | None = None
     """The drafts of every window, which the user has fixed. None lets the controller choose any number, also none."""
 
@@ -173,9 +170,8 @@ class Planning:
 
         kv_tokens = min(context, checkpoint.config.max_positions)
         workload = Workload(kv_tokens, draft_depth, reserve_bytes(costs_of(1)))
-        shape = checkpoint.config.shape
-        row_costs = EXPERT_ROW_COSTS if shape.routed_share < 1 else ROW_COSTS
-        return cls(costs_of, workload, parallel, slices, collective, row_costs, shape.accepted, depth)
+        row_costs = EXPERT_ROW_COSTS if checkpoint.config.shape.routed_share < 1 else ROW_COSTS
+        return cls(costs_of, workload, parallel, slices, collective, row_costs, depth)
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
@@ -251,7 +247,7 @@ def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Pre
     draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
     drafted = (
         (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / tokens
-        for depth, tokens in enumerate(_tokens(planning.accepted), start=1)
+        for depth, tokens in enumerate(_tokens(costs.accepted), start=1)
         if depth < max(planning.row_costs)
     )
     return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else (), planning.depth)

@@ -93,6 +93,8 @@ class ModelCosts:
     first_layers: int = 1
     launches: float = 1.0
     """Launches of a layer, as a multiple of those that `NodeSpec.layer_seconds` are for."""
+    accepted: tuple[float, ...] = ()
+    """The share of each draft that is right after right ones. A window has at most as many drafts."""
 
     def draft_time(self, node: NodeSpec) -> float:
         """Return the seconds of one step of the MTP head on `node`, which is a layer and lm_head; 0 without a head."""

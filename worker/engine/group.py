@@ -9,7 +9,6 @@ import faulthandler
 import json
 import os
 import re
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from mtp.layers.communicator import GroupCommunicator
+from proto.announcement import parse_address
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
+from proto.rpc.meeting import accept_callers, call_until_accepted
 
 JOIN_SECONDS = 30.0
 """Seconds. Bound of the wait for the other members, which start at the same time."""
-
-RETRY_SECONDS = 0.05
-"""Seconds between two attempts to reach the last member."""
 
 LISTEN_SECONDS = 0.05
 """Seconds after which the other members listen for the last one in MLX. They have begun to join."""
@@ -67,44 +65,18 @@ def await_members(spec: GroupSpec) -> None:
     In MLX's ring the last member connects first, and then the others. One that is refused sleeps for 1 s, then 2 s and
     4 s, and holds Python's lock. So the last member waits, where it will listen, for a connection of each other one.
     """
-    place, _, port = spec.hosts[-1].rpartition(":")
-    address, due = (place.strip("[]"), int(port)), time.monotonic() + JOIN_SECONDS
+    address, due = parse_address("--direct", spec.hosts[-1]), time.monotonic() + JOIN_SECONDS
     try:
         if spec.rank == len(spec.hosts) - 1:
-            _accept_members(address, spec.rank, due)
+            accept_callers(address, spec.rank, due)
             time.sleep(LISTEN_SECONDS)
         else:
-            _reach(address, due)
+            call_until_accepted(address, due)
     except OSError as error:
         raise NotReadyError(
             f"the members of the group {', '.join(spec.hosts)} did not meet in {JOIN_SECONDS:g} s: {error}. "
             "Check the direct links of these machines."
         ) from error
-
-
-def _accept_members(address: tuple[str, int], count: int, due: float) -> None:
-    """Accept a connection of each of `count` members, which close it. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with socket.create_server(address, family=family, backlog=count) as listener:
-        for _ in range(count):
-            listener.settimeout(max(0.01, due - time.monotonic()))
-            member, _ = listener.accept()
-            with member:
-                member.settimeout(max(0.01, due - time.monotonic()))
-                member.recv(1)
-
-
-def _reach(address: tuple[str, int], due: float) -> None:
-    """Connect to `address`, as soon as a program listens there, and close the connection. Raises OSError."""
-    while True:
-        left = due - time.monotonic()
-        try:
-            with socket.create_connection(address, timeout=max(0.01, left)):
-                return
-        except OSError:
-            if left <= 0:
-                raise
-        time.sleep(RETRY_SECONDS)
 
 
 def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
