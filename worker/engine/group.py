@@ -128,9 +128,6 @@ CHAINS = 4
 CHAIN = 32
 """Sums in a row of one measurement. Each needs the result of the one before, as in a pass through the layers."""
 
-MEASURE_SECONDS = 0.5
-"""Seconds of the chains after which no further one begins. On busy CPUs a sum takes 30 ms, and answers wait for it."""
-
 
 def measure_collective(communicator: GroupCommunicator, hidden: int, dtype: mx.Dtype) -> float:
     """Return the seconds of one sum of `[1, hidden]` in a chain. Every member must call it at the same place.
@@ -145,7 +142,4 @@ def measure_collective(communicator: GroupCommunicator, hidden: int, dtype: mx.D
             x = communicator.sum(x) * (1 / communicator.size)
         mx.eval(x)
         taken.append(time.perf_counter() - started)
-        # The sum is equal on all members, so that all of them end here.
-        if (communicator.sum(mx.array(sum(taken))) > MEASURE_SECONDS * communicator.size).item():
-            break
     return min(taken) / CHAIN
