@@ -282,7 +282,8 @@ class ClusterManager(PipelineSource):
         except Exception as error:
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
-        if unlike := unlike_machines((m.name, m.arithmetic) for node in plan.nodes if (m := start.view.members[node])):
+        members = [start.view.members[node] for node in plan.nodes]
+        if unlike := unlike_machines((member.name, member.arithmetic) for member in members):
             log.info(unlike)
         self._install_pipeline(pipeline)
 

@@ -236,7 +236,8 @@ def test_a_long_name_of_a_chip_does_not_hide_the_version() -> None:
     """Two versions of mlx on one processor with a long name are unlike."""
     chip = "cpu x86_64 AMD Ryzen Threadripper PRO 7995WX 96-Cores, mlx "
     one, other = (
-        pb.WorkerInfo(worker_id="a", hardware=pb.Hardware(arithmetic=chip + version)) for version in ("0.32.4", "0.32.5")
+        pb.WorkerInfo(worker_id="a", hardware=pb.Hardware(arithmetic=chip + version))
+        for version in ("0.32.4", "0.32.5")
     )
     assert member_of("a:1", one).arithmetic != member_of("a:1", other).arithmetic
 
