@@ -54,6 +54,12 @@ With these two constants the formula is within a third of 16 published speeds of
 planning/test_chips.py). By bytes alone 35B-A3B on an M3 Ultra is predicted five times too fast.
 """
 
+
+def layer_seconds(chip: str) -> float:
+    """Return LAYER_SECONDS for a chip of Apple. Launches of other machines are not known, and taken as 0."""
+    return LAYER_SECONDS if chip.startswith("Apple") else 0.0
+
+
 GB_SPEED = 100.0
 """GB/s of a machine of speed 1 (see `NodeSpec`)."""
 
