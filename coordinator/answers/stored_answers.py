@@ -228,7 +228,7 @@ class StoredAnswer:
                 self._write_tokens()
         finally:
             delivery.close()
-        self._end("failed" if delivery.outcome in ("error", "refused") else "ended")
+        self._end("failed" if delivery.outcome in ("error", "refused", "cancelled") else "ended")
 
     def _write_tokens(self) -> None:
         new = tuple(self._choice.generated[self._written :])
