@@ -157,8 +157,9 @@ export class ChatView {
   drawHead() {
     setText(this.storage, this.conversations.isFull ? FULL : "Conversations stay in this browser.");
     this.storage.classList.toggle("error", this.conversations.isFull);
-    this.head.hidden = !this.current.messages.length;
-    setText(this.title, this.current.title);
+    const { title, messages } = this.current;
+    this.head.hidden = !messages.length;
+    setText(this.title, messages.length ? title : "");
   }
 
   // Replaces the title by a field, until Enter, Escape or another place has the focus.
