@@ -71,7 +71,7 @@ export class ClusterView {
     const to = history.at(-1)?.[0] ?? 0;
     const age = to - (history[0]?.[0] ?? to);
     const range = { from: to - Math.min(SPARK_SECONDS, Math.max(SPARK_SECONDS / 4, age)), to };
-    const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
+    const recent = (field) => points(history.filter(([at]) => at >= range.from), field);
     const [accepted, drafted] = [status.accepted_by_position, status.drafted_by_position].map((counts) => counts.reduce((a, b) => a + b, 0));
     const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(

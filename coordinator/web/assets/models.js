@@ -20,7 +20,7 @@ export class ModelsView {
     this.hubPanel = h("div", { class: "model-panel", role: "status" });
     this.invitation = h("div", {});
     this.inviteNote = h("p", { class: "hint", role: "status" });
-    this.inviteButton = h("button", { onclick: () => this.invite() }, "Create the join command");
+    this.inviteButton = h("button", { hidden: true, onclick: () => this.invite() }, "Create the join command");
     this.byHand = h("div", { hidden: true }, h("p", { class: "hint" }, "Run this beside the coordinator. It prints the line for the new machine, ", h("code", { class: "word" }, "mtp-worker --join TOKEN"), "."), toCopy("Command beside the coordinator", BY_HAND));
     this.fitting = h("ul", { class: "models fitting" });
     this.fittingNote = h("p", { class: "hint", role: "status" });
@@ -37,12 +37,14 @@ export class ModelsView {
     root.append(h("h2", { class: "hidden" }, "Models"), this.waiting, this.panels, this.fittingCard);
   }
 
-  // Nothing is shown before all of it is known, and only the last card is filled later. So nothing moves.
+  // A card is shown when the cards above it are filled, so that nothing moves.
   async setVisible(visible) {
     if (!visible || this.loading) return; // the list that shows the progress stays
-    await Promise.all([this.refresh(), this.checkInvitations()]);
+    const invitations = this.checkInvitations();
+    await this.refresh();
     this.waiting.hidden = true;
     this.panels.hidden = false;
+    await invitations;
     this.listFitting();
   }
 
