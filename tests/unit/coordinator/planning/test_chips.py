@@ -11,6 +11,7 @@ from coordinator.planning.capacity import model_costs
 from coordinator.planning.chips import BANDWIDTHS, mac_spec, mac_specs
 from coordinator.planning.groups import Planning, plan_machines, predict_plans
 from coordinator.planning.plan import make_plan
+from coordinator.planning.recommend import joined_spec
 from mtp.checkpoint.families.shape import STOCK_LAUNCHES
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.hub.known_repos import MlxLmModel
@@ -151,5 +152,10 @@ def test_variants_differ_by_their_memory() -> None:
     slow, fast = mac_spec("M4 Max 36GB"), mac_spec("M4 Max 48GB")
     assert fast.speed / slow.speed == pytest.approx(546 / 410)
     assert all(0 in table for table in BANDWIDTHS.values())
+    for text in ("M4 Max 36GB", "M4 Max 64GB", "M3 Max 96GB", "M3 Max 128GB", "M6 16GB", "M4 Pro 64GB"):
+        mac, chip = mac_spec(text), f"Apple {text.rpartition(' ')[0]}"
+        busy = joined_spec(text, int(0.97 * mac.memory_limit), 1e9, chip)
+        assert busy.speed == pytest.approx(mac.speed), "a worker that was busy has measured its Mac"
+    assert joined_spec("box", 2**33, 1e9, "AMD EPYC").speed == 0.01
     names = [spec.name for spec in mac_specs(["M4 16GB"] * 3)]
     assert names == ["M4 16GB", "M4 16GB 2", "M4 16GB 3"]
