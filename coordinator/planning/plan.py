@@ -219,7 +219,7 @@ CHUNK = 512
 PROMPT_TOKENS, ANSWER_TOKENS = 2000, 300
 """The request by which unlike machines are cut: some pages of text and an answer."""
 
-UNLIKE = 2.0
+UNLIKE = 1.25
 """Factor of operations a second over bytes a second, from which the prompts of two machines count in a cut. Those of
 M1 to M4 have one ratio, so tokens alone decide there."""
 
