@@ -17,13 +17,12 @@ from typing import Any
 from coordinator.cluster import decide, events
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import apply
-from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.membership import ManagerOptions, Membership, unlike_machines
 from coordinator.cluster.plan_start import MAX_FAULT, LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
 from coordinator.pipeline.pipeline import Pipeline, PipelineSource
 from coordinator.planning.plan import Plan
-from coordinator.status.cluster_status import unlike_machines
 from mtp.device import Arithmetic
 from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, NotReadyError, StaleEpochError, WorkerLostError

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -71,16 +71,16 @@ class ArithmeticGroup:
 
     def choose(self, members: Collection[Member]) -> None:
         """Take the arithmetic of enough `members` for a plan, or else of those with the most memory together."""
-        alike: dict[str, list[Member]] = {}
+        kinds: dict[str, list[Member]] = {}
         for member in members:
-            alike.setdefault(member.arithmetic, []).append(member)
+            kinds.setdefault(member.arithmetic, []).append(member)
 
         def merit(kind: str) -> tuple[bool, int, bool]:
-            memory = sum(member.memory_limit for member in alike[kind])
-            return len(alike[kind]) >= self.nodes, memory, kind == self._arithmetic
+            memory = sum(member.memory_limit for member in kinds[kind])
+            return len(kinds[kind]) >= self.nodes, memory, kind == self._arithmetic
 
-        if alike and (best := max(alike, key=merit)) != self._arithmetic:
-            self._name, self._arithmetic = alike[best][0].name, best
+        if kinds and (best := max(kinds, key=merit)) != self._arithmetic:
+            self._name, self._arithmetic = kinds[best][0].name, best
 
     def refusal(self, name: str, arithmetic: str) -> str:
         """Return why the machine `name` cannot take part, or an empty string. Without a choice it makes the choice."""
@@ -104,6 +104,17 @@ def rounding_difference(arithmetic: str, other: str) -> tuple[str, str]:
         return "another version of mlx", "Install the same version on both"
     backend = machine.split(" ")[0] != others.split(" ")[0]
     return "another backend" if backend else "another chip", "Name only equal ones with --worker"
+
+
+def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
+    """Return for people which of `machines`, pairs of name and arithmetic, round differently; empty if none do."""
+    kinds: dict[str, list[str]] = {}
+    for name, arithmetic in machines:
+        kinds.setdefault(arithmetic, []).append(name)
+    if len(kinds) < 2:
+        return ""
+    named = [f"{', '.join(names)} ({kind or 'unknown'})" for kind, names in kinds.items()]
+    return f"answers may differ in rounding between {' and '.join(named)}"
 
 
 TICK_SECONDS = 0.1

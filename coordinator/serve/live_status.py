@@ -8,18 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.membership import unlike_machines
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
 from coordinator.schedule.loop import GenerationLoop
-from coordinator.status.cluster_status import (
-    ClusterStatus,
-    Health,
-    ModelStatus,
-    NodeStatus,
-    StatusSource,
-    unlike_machines,
-)
+from coordinator.status.cluster_status import ClusterStatus, Health, ModelStatus, NodeStatus, StatusSource
 from coordinator.status.frame_records import StageLoad
 from coordinator.status.frame_trace import chrome_trace, step_table
 from proto.terminal.progress import format_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -152,14 +151,3 @@ class StatusSource(Protocol):
 
     def status(self) -> ClusterStatus:
         """Return a snapshot. Runs on the event loop, so it must neither lock nor block."""
-
-
-def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return for people which of `machines`, pairs of name and arithmetic, round differently; empty if none do."""
-    groups: dict[str, list[str]] = {}
-    for name, arithmetic in machines:
-        groups.setdefault(arithmetic, []).append(name)
-    if len(groups) < 2:
-        return ""
-    alike = [f"{', '.join(names)} ({kind or 'unknown'})" for kind, names in groups.items()]
-    return f"answers may differ in rounding between {' and '.join(alike)}"

@@ -49,8 +49,8 @@ mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
 worker: mtp proto proto.terminal worker.node
 worker.cache: mtp.head mtp.layers mtp.sampling proto
-worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
-    worker.disk worker.model
+worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.rpc proto.terminal
+    worker.cache worker.disk worker.model
 worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda
@@ -144,7 +144,7 @@ MAX_FUNCTION_LINES = 90
 LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 60, 5
 """Lines of a function with its signature that one screen holds, and the number of functions that exceed them."""
 
-MAX_LINES, MAX_FILES = 53_799, 278
+MAX_LINES, MAX_FILES = 54_700, 278
 """Size of the product without generated code. Lower both when code goes. Before adding, ask what goes."""
 
 VARIANTS = {"__init__", "args", "attention", "family", "fuse", "gdn", "head", "kernel", "layers", "modules", "options"}

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.events import FORGET_SECONDS, Event, TimePassed, apply
-from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership, member_of
+from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership, member_of, unlike_machines
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_connection import Candidate
-from coordinator.status.cluster_status import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.listener import reachable_address
