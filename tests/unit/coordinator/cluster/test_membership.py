@@ -216,6 +216,8 @@ def test_the_first_plan_of_an_exact_cluster_takes_machines_that_are_enough() -> 
     assert group.refusal("mac-2", M4)  # equal memory, so the choice stays
     group.choose(machines(CARD, M4, M4))
     assert group.refusal("mac-2", M4) == "" and group.refusal("card", CARD)
+    group.choose([*machines(M4, M4), *machines(CARD, memory=99)])
+    assert group.refusal("mac-2", M4) == ""
     group.choose([*machines(M4, M4), *machines(CARD, CARD, memory=9)])
     assert group.refusal("mac-2", M4)
 
