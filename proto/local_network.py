@@ -26,10 +26,9 @@ SETTING = (
 def refusal(
     platform: str, number: int, host: str, networks: Sequence[ipaddress.IPv4Network], answers: bool | None = None
 ) -> str:
-    """Return the advice if macOS refused a connection to `host`, which failed with `number`. Empty for other causes.
+    """Return the advice if macOS, which refuses only hosts of its own `networks`, refused `host` with errno `number`.
 
-    macOS refuses only hosts on the `networks` of its own interfaces. `answers` is the result of a ping, None if there
-    was none.
+    `answers` is the result of a ping, None if there was none. Other causes give an empty string.
     """
     if platform != "darwin" or number != NO_ROUTE_NUMBER or answers is False or not _is_local(host, networks):
         return ""

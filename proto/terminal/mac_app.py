@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import plistlib
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -61,11 +60,6 @@ def install() -> list[str]:
         typer.echo(f"{app}: does not work: {error}. macOS may refuse the service the local network", err=True)
         return []
     return [str(app / PROGRAM)]
-
-
-def remove() -> None:
-    """Remove the app. macOS keeps the entry in its settings."""
-    shutil.rmtree(installed_app(), ignore_errors=True)
 
 
 def _replace(app: Path, files: dict[Path, bytes]) -> None:

@@ -143,7 +143,7 @@ class Service:
         """Remove the definition, and the app of the last service of this user."""
         self.file.unlink(missing_ok=True)
         if sys.platform == "darwin" and not any(self.file.parent.glob("mtp-cluster.*.plist")):
-            mac_app.remove()
+            shutil.rmtree(mac_app.installed_app(), ignore_errors=True)
 
     def status(self) -> str:
         """Return the state of the service for people. Raises UsageError if it is not installed."""
