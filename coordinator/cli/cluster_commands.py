@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli.client import KeyOption, UrlOption, call
-from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus, unlike_machines
+from coordinator.status.cluster_status import ClusterStatus, LoadReport, NodeStatus
 from proto.errors import DeadlineError, NotReadyError, ProtocolError, UsageError
 from proto.terminal.options import JsonOption
 from proto.terminal.progress import byte_bar, format_size
@@ -90,9 +90,8 @@ def _facts(cluster: ClusterStatus) -> Table:
     if idle and cluster.ready:  # otherwise the server looks for a plan anyway
         names = escape(", ".join(idle))
         table.add_row("idle", f"{names}: used once no answer is open, if a plan is better with them")
-    computing = [(node.name, node.arithmetic) for node in cluster.nodes if node.span]
-    if unlike := unlike_machines(computing):
-        table.add_row("rounding", f"{escape(unlike)}. Answers may depend on the cut")
+    if cluster.rounding:
+        table.add_row("rounding", escape(cluster.rounding))
     return table
 
 

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from coordinator.planning import groups
 from coordinator.planning.capacity import plan_capacity
-from coordinator.planning.chips import mac_specs
+from coordinator.planning.chips import card_spec, find_card, mac_specs
 from coordinator.planning.groups import ONE_MACHINE
-from coordinator.planning.plan import MAX_FREE_NODES, NodeSpec, StagePlan
+from coordinator.planning.plan import MAX_FREE_NODES, PROMPT_TOKENS, NodeSpec, StagePlan
 from coordinator.serve import options
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import missing_from_backbone
@@ -40,8 +40,9 @@ class PlanOptions:
     node: Annotated[
         tuple[str, ...],
         typer.Option(
-            metavar="NAME=SIZE[,speed=X][,layers=A-B]",
-            help="A machine that may take part; repeatable. Speed 1 reads 100 GB/s.",
+            metavar="NAME=SIZE[,speed=X][,tflops=X][,layers=A-B]",
+            help="A machine that may take part; repeatable. Speed 1 reads 100 GB/s, and prompts reach tflops. SIZE may "
+            "be an NVIDIA card, as in 'box=RTX 4090'.",
         ),
     ] = ()
     nodes: Annotated[
@@ -132,25 +133,32 @@ def given_nodes(options: PlanOptions) -> list[NodeSpec]:
 
 
 def parse_node(text: str) -> NodeSpec:
-    """Return the machine in `NAME=SIZE[,speed=X][,layers=A-B]`. Raises UsageError, and SpanError for the layers."""
+    """Return the machine in `NAME=SIZE[,speed=X][,tflops=X][,layers=A-B]`. Raises UsageError, SpanError for layers."""
     name, equals, rest = text.partition("=")
     size, *settings = rest.split(",")
     if not (name.strip() and equals and size):
         raise UsageError(f"--node {text!r:.80}: write NAME=SIZE, as in mac-1=64GB,speed=2")
-    spec = NodeSpec(name.strip(), parse_size(size))
+    card = find_card(size)
+    spec = card_spec(name.strip(), card) if card else NodeSpec(name.strip(), parse_size(size))
     for setting in settings:
         key, _, value = setting.partition("=")
         match key.strip():
             case "speed":
-                try:
-                    spec = replace(spec, speed=float(value))
-                except ValueError:
-                    raise UsageError(f"--node {name}: speed {value!r:.40} is no number") from None
+                spec = replace(spec, speed=_number(name, setting))
+            case "tflops":
+                spec = replace(spec, operations=_number(name, setting) * 1e12)
             case "layers":
                 spec = replace(spec, pinned=Span.parse(value))
             case other:
-                raise UsageError(f"--node {name}: {other!r:.40} is neither speed nor layers")
+                raise UsageError(f"--node {name}: {other!r:.40} is neither speed, tflops nor layers")
     return spec
+
+
+def _number(name: str, setting: str) -> float:
+    try:
+        return float(setting.partition("=")[2])
+    except ValueError:
+        raise UsageError(f"--node {name}: {setting!r:.40} has no number. Write it as in speed=2") from None
 
 
 def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptions) -> dict[str, Any]:
@@ -178,6 +186,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
                 "plan": one.text,
                 "token_seconds": one.token,
                 "drafted_seconds": min(one.drafted, default=None),
+                "first_token_seconds": one.plan.first_token_seconds,
                 "weight_bytes": max(stage.weight_bytes for stage in one.plan.stages),
             }
             for one in candidates
@@ -189,6 +198,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
         "drafts": options.mtp if checkpoint.mtp.complete else 0,
         "slowest_seconds": found.slowest_seconds,
         "pass_seconds": found.pass_seconds,
+        "first_token_seconds": found.first_token_seconds,
         "capacity": asdict(capacity),
         "unused": list(found.unused),
         "reason": found.reason,
@@ -231,6 +241,8 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     console.print(
         f"One token through all stages: {_milliseconds(whole)}. Slowest stage: {_milliseconds(slowest)}{drafting}."
     )
+    if first := facts["first_token_seconds"]:
+        console.print(f"First token of a prompt of {PROMPT_TOKENS:,} tokens: {first:.2g} s.")
     if not facts["head"]:
         console.print("Without an MTP head it drafts from repeated text alone.")
     room = facts["capacity"]
@@ -261,13 +273,14 @@ def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]], ac
     title = f"Tokens/s of one stream, as predicted. Of drafts {accepted[0]:g} to {accepted[-1]:g} are accepted"
     table = Table(title=title, title_justify="left")
     table.add_column("--parallel")
-    for heading in ("plain", "with drafts", "weights of a machine"):
+    for heading in ("plain", "with drafts", "first token", "weights of a machine"):
         table.add_column(heading, justify="right")
     for one in candidates:
         speeds = [
             f"{1 / seconds:.3g}" if seconds else "-" for seconds in (one["token_seconds"], one["drafted_seconds"])
         ]
-        table.add_row(one["plan"], *speeds, format_size(one["weight_bytes"]))
+        first = f"{one['first_token_seconds']:.2g} s" if one["first_token_seconds"] else "-"
+        table.add_row(one["plan"], *speeds, first, format_size(one["weight_bytes"]))
     console.print(table)
 
 

@@ -76,7 +76,7 @@ def _joined(url: str) -> list[NodeSpec]:
         raise UsageError(f"name your Macs, as in --mac 'M4 Pro 64GB' ({error})") from error
     specs = []
     for node in cluster.nodes:
-        if node.memory_limit:
+        if node.memory_limit and node.health != "refused":
             machine = (node.name, node.memory_limit, node.bytes_per_second, node.chip)
             specs.append(joined_spec(*machine))
     if not specs:

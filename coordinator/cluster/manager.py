@@ -17,7 +17,7 @@ from typing import Any
 from coordinator.cluster import decide, events
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import apply
-from coordinator.cluster.membership import ManagerOptions, Membership
+from coordinator.cluster.membership import ManagerOptions, Membership, unlike_machines
 from coordinator.cluster.plan_start import MAX_FAULT, LoadState, PlanStart, describe_failure
 from coordinator.cluster.served_model import ServedModel
 from coordinator.cluster.view import Member, Phase, View
@@ -281,6 +281,9 @@ class ClusterManager(PipelineSource):
         except Exception as error:
             self._apply_event(events.PlanFailed(plan.epoch, *describe_failure(error)))
             return
+        members = [start.view.members[node] for node in plan.nodes]
+        if unlike := unlike_machines((member.name, member.arithmetic) for member in members):
+            log.info(unlike)
         self._install_pipeline(pipeline)
 
     async def _serve_alone(self, epoch: int) -> None:

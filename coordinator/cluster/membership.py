@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,6 +35,9 @@ MAX_MEMORY = 2**50
 MAX_NAME = 64
 """Characters of a name in logs and status."""
 
+MAX_ARITHMETIC = 160
+"""Characters of an arithmetic. A cut name would hide the version at its end."""
+
 MAX_ID = 128
 """Characters of a worker id. Our workers send 16."""
 
@@ -58,24 +61,60 @@ class ManagerOptions:
 
 @dataclass
 class ArithmeticGroup:
-    """The arithmetic of an `--exact` cluster, set by its first machine, because an answer may outlive a plan."""
+    """The arithmetic of an `--exact` cluster. The first plan fixes it, because an answer may outlive a plan."""
 
     exact: bool
+    nodes: int = 1
+    """Machines that the first plan needs."""
     _name: str = ""
     _arithmetic: str = ""
 
+    def choose(self, members: Collection[Member]) -> None:
+        """Take the arithmetic of enough `members` for a plan, or else of those with the most memory together."""
+        kinds: dict[str, list[Member]] = {}
+        for member in members:
+            kinds.setdefault(member.arithmetic, []).append(member)
+
+        def merit(kind: str) -> tuple[bool, int, bool]:
+            memory = sum(member.memory_limit for member in kinds[kind])
+            return len(kinds[kind]) >= self.nodes, memory, kind == self._arithmetic
+
+        if kinds and (best := max(kinds, key=merit)) != self._arithmetic:
+            self._name, self._arithmetic = kinds[best][0].name, best
+
     def refusal(self, name: str, arithmetic: str) -> str:
-        """Return why the machine `name` cannot take part, or an empty string. The first machine sets the arithmetic."""
+        """Return why the machine `name` cannot take part, or an empty string. Without a choice it makes the choice."""
         if not self.exact:
             return ""
         if not self._arithmetic:
             self._name, self._arithmetic = name, arithmetic
         if arithmetic == self._arithmetic:
             return ""
+        other, advice = rounding_difference(arithmetic, self._arithmetic)
         return (
-            f"rounds as {arithmetic or 'an unknown machine'}, but {self._name} as {self._arithmetic}. --exact needs "
-            "equal machines and versions of mlx. Leave this machine out, or serve without --exact"
+            f"has {other} than {self._name}: {arithmetic or 'unknown'}, and not {self._arithmetic}. They round "
+            f"differently, and --exact needs equal machines. {advice}, or serve without --exact"
         )
+
+
+def rounding_difference(arithmetic: str, other: str) -> tuple[str, str]:
+    """Return for people the first difference of two names of an arithmetic, and what removes it."""
+    (machine, _, _), (others, _, _) = arithmetic.partition(", mlx "), other.partition(", mlx ")
+    if arithmetic and machine == others:
+        return "another version of mlx", "Install the same version on both"
+    backend = machine.split(" ")[0] != others.split(" ")[0]
+    return "another backend" if backend else "another chip", "Name only equal ones with --worker"
+
+
+def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
+    """Return for people which of `machines`, pairs of name and arithmetic, round differently; empty if none do."""
+    kinds: dict[str, list[str]] = {}
+    for name, arithmetic in machines:
+        kinds.setdefault(arithmetic, []).append(name)
+    if len(kinds) < 2:
+        return ""
+    named = [f"{', '.join(names)} ({kind or 'unknown'})" for kind, names in kinds.items()]
+    return f"answers may differ in rounding between {' and '.join(named)}"
 
 
 TICK_SECONDS = 0.1
@@ -106,7 +145,7 @@ class Membership:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.group = ArithmeticGroup(self.model.options.exact)
+        self.group = ArithmeticGroup(self.model.options.exact, self.options.settings.nodes or 1)
         self.clients: dict[str, WorkerClient] = {}
         """Watched workers, by address."""
         self._started = self.clock()
@@ -235,12 +274,11 @@ class Membership:
         name = shown_name(info, address)
         reason = self._refusal_reason(info, self.model)
         reason = reason or self._mixing_reason(client) or self._loopback_reason(address)
-        reason = reason or self.group.refusal(name, _arithmetic_of(info))
-        if reason:
+        member = Member(address, info.worker_id[:MAX_ID], name, 0) if reason else member_of(address, info)
+        if reason := reason or self._rounding_reason(member):
             await client.close()
-            self._refuse_worker(Member(address, info.worker_id[:MAX_ID], name, 0), reason)
+            self._refuse_worker(member, reason)
             return
-        member = member_of(address, info)
         self.clients[address] = client
         self._joining[address] = member
         on_status = partial(self._receive_status, address)
@@ -291,6 +329,18 @@ class Membership:
                     stop = "Restart it" if on_loopback else f"Restart the worker at {hidden}"
                     return f"cannot work with {known}: {other} cannot reach {hidden}. {stop} with --listen {better}"
         return ""
+
+    def _rounding_reason(self, member: Member) -> str:
+        """Return why `--exact` leaves `member` out. Until the first plan, a worker that joins may change the choice."""
+        if self.group.exact and not self.view().epoch:
+            known = {**self.view().members, **self._joining, member.address: member}
+            self.group.choose([one for one in known.values() if one.arithmetic and not one.is_lost])
+            for address in tuple(self.clients):
+                if reason := self.group.refusal(known[address].name, known[address].arithmetic):
+                    self._background.spawn(self._release(self.clients.pop(address)))
+                    self._joining.pop(address, None)
+                    self._refuse_worker(known[address], reason)
+        return self.group.refusal(member.name, member.arithmetic)
 
     def _refuse_worker(self, member: Member, reason: str) -> None:
         before = self.view().members.get(member.address)
@@ -418,4 +468,4 @@ def member_of(address: str, info: pb.WorkerInfo) -> Member:
 
 
 def _arithmetic_of(info: pb.WorkerInfo) -> str:
-    return printable(info.hardware.arithmetic, MAX_NAME)
+    return printable(info.hardware.arithmetic, MAX_ARITHMETIC)

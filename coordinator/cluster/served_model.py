@@ -15,8 +15,8 @@ from functools import cached_property, partial
 
 from coordinator.cluster.view import Member
 from coordinator.pipeline.worker_client import WorkerClient
-from coordinator.planning.capacity import Capacity, plan_capacity
-from coordinator.planning.chips import layer_seconds
+from coordinator.planning.capacity import REFERENCE_BANDWIDTH, Capacity, plan_capacity
+from coordinator.planning.chips import layer_seconds, prompt_operations
 from coordinator.planning.groups import Machine, Parallel, Planning, choose_plan
 from coordinator.planning.plan import NodeSpec, Plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -165,7 +165,15 @@ class ServedModel:
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
             specs = [
-                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned, layer_seconds(m.chip), m.blocks)
+                NodeSpec(
+                    m.address,
+                    m.memory_limit,
+                    speeds[m.address],
+                    m.pinned,
+                    layer_seconds(m.chip),
+                    m.blocks,
+                    prompt_operations(m.chip, speeds[m.address] * REFERENCE_BANDWIDTH),
+                )
                 for m in members
             ]
             machines = [

@@ -142,6 +142,9 @@ Qwen3-Coder-480B on an M3 Ultra have it: their layers differ little besides the 
 READ_TOKENS = 2000
 """Tokens whose K/V is read for each predicted token, as in a short conversation."""
 
+OPERATIONS = 2
+"""Operations of a weight for one token: a multiplication and an addition."""
+
 _FLOATS = {"F64", *STORED_NAMES.values()}
 
 
@@ -166,11 +169,14 @@ def model_costs(
     stored = STORED_BYTES[norm] if norm in _FLOATS else 4
     itemsize = DTYPE_BYTES[dtype] if dtype else stored
     kv_format = config.kv_format(kv_bits)
+    packed = config.quantization  # a group has a scale and a bias of 16 bits
+    weight_bits = packed["bits"] + 32 / packed["group_size"] if packed else 8 * itemsize
     layers = []
     for number, layer in enumerate(config.shape.layers):
         total, active = sizes[f"layers.{number}"]
         kv, state = layer.token_bytes(itemsize, kv_format), layer.sequence_bytes(itemsize)
-        layers.append(LayerCost(total, (active + kv * READ_TOKENS) / REFERENCE_BANDWIDTH, kv, state))
+        seconds = (active + kv * READ_TOKENS) / REFERENCE_BANDWIDTH
+        layers.append(LayerCost(total, seconds, kv, state, OPERATIONS * active * 8 / weight_bits))
     head_kv = config.shape.head.token_bytes(itemsize, kv_format) if head and config.shape.head else 0
     last = sizes["norm"][0] + (0 if tied else lm_head) + (sizes["mtp"][0] if head else 0)
     draft_rows, drafted_active = 0, lm_head_active

@@ -1,4 +1,4 @@
-"""Apple's chips: the speed and the usable memory of a Mac that is not at hand, for plans.
+"""Apple's chips and NVIDIA's cards: the speed and the usable memory of a machine that is not at hand, for plans.
 
 Bandwidths are Apple's, by tables that cite its pages (llmfit, whichllm, sunkcost in November 2026). Of two variants the
 memory decides. The GPU's share of the memory is what users of MLX and llama.cpp print under macOS 26; earlier releases
@@ -55,13 +55,74 @@ planning/test_chips.py). By bytes alone 35B-A3B on an M3 Ultra is predicted five
 """
 
 
-def layer_seconds(chip: str) -> float:
-    """Return LAYER_SECONDS for a chip of Apple. Launches of other machines are not known, and taken as 0."""
-    return LAYER_SECONDS if chip.startswith("Apple") else 0.0
-
-
 GB_SPEED = 100.0
 """GB/s of a machine of speed 1 (see `NodeSpec`)."""
+
+OPERATIONS_PER_BYTE = 32.0
+"""Operations a second that prompts reach on M1 to M4, for each byte a second of the bandwidth. Published prompts of 27B
+in 4 bits have 157 to 184 tokens/s on an M4 Pro (mlx-dspark) and 245 on an M3 Max (oMLX)."""
+
+M5_OPERATIONS_PER_BYTE = 93.0
+"""The same from M5 on, whose GPU has matrix units: 559 tokens/s of 27B on an M5 Pro (Splash)."""
+
+CPU_OPERATIONS_PER_BYTE = 0.5
+"""The same of MLX's CPU backend on Linux, where each of 1 to 256 rows takes as long (two cores of an EPYC)."""
+
+CARDS = {
+    "RTX 3090": (24, 936, 71),
+    "RTX 4090": (24, 1008, 165.2),
+    "RTX 5090": (32, 1792, 209.5),
+    "RTX PRO 6000": (96, 1792, 503.8),
+    "DGX Spark": (119, 273, 92),
+    "H100": (80, 3350, 989),
+    "H200": (140, 4800, 989),
+}
+"""Memory in GB, GB/s, and dense bf16 TFLOPS of NVIDIA's cards by its data sheets (hmc-tech, waredb, techpowerup in
+November 2026). Of a DGX Spark, whose GPU is a GB10, the memory is what CUDA reports, and the TFLOPS are measured
+(request 283 of huggingface/kernels)."""
+
+CARD_SHARE, MOST_CARD_OPERATIONS = 0.5, 190e12
+"""The part of these TFLOPS that prompts reach, and the most that they reach here.
+
+TensorFold's GB10 reads 1,019 tokens/s of 27B, which is .57 of 92 TFLOPS. This program reads 3,760 on an H200, mostly
+for other reasons than products (docs/measurements.md).
+"""
+
+CARD_LAYER_SECONDS = 85e-6
+"""Seconds of a layer besides its weights on an H200, by 115 tokens/s of 27B in 4 bits (docs/measurements.md)."""
+
+
+def layer_seconds(chip: str) -> float:
+    """Return the seconds of a layer besides its weights on a `chip` as MLX names it. On a CPU they are taken as 0."""
+    if chip.startswith("Apple"):
+        return LAYER_SECONDS
+    return CARD_LAYER_SECONDS if chip.startswith("NVIDIA") else 0.0
+
+
+def prompt_operations(chip: str, bytes_per_second: float) -> float:
+    """Return the operations a second of prompts on a `chip` as MLX names it, 0 for an unknown GPU."""
+    if card := find_card(chip):
+        return min(MOST_CARD_OPERATIONS, CARD_SHARE * CARDS[card][2] * 1e12)
+    if chip.startswith("NVIDIA"):
+        return 0.0
+    found = re.match(r"Apple M(\d+)", chip)
+    old = OPERATIONS_PER_BYTE if found else CPU_OPERATIONS_PER_BYTE
+    return bytes_per_second * (M5_OPERATIONS_PER_BYTE if found and int(found[1]) >= 5 else old)
+
+
+def find_card(text: str) -> str | None:
+    """Return the name of the card that `text` names, such as `NVIDIA GeForce RTX 4090`, or None."""
+    plain = text.lower().replace(" ", "").replace("gb10", "dgxspark")
+    return next((card for card in CARDS if card.lower().replace(" ", "") in plain), None)
+
+
+def card_spec(name: str, card: str) -> NodeSpec:
+    """Return the machine `name` with one of CARDS."""
+    memory, bandwidth, _ = CARDS[card]
+    speed, operations = bandwidth * READ_SHARE / GB_SPEED, prompt_operations(card, 0.0)
+    limit = int(memory * 2**30 * USED_SHARE)
+    return NodeSpec(name, limit, speed, layer_seconds=CARD_LAYER_SECONDS, operations=operations)
+
 
 _MAC = re.compile(r"(?i)(?:apple\s+)?(m\d)[\s-]*(pro|max|ultra)?[\s,-]+(\d{1,4})\s*(?:gb)?")
 
@@ -88,7 +149,10 @@ def mac_spec(text: str) -> NodeSpec:
     if memory < min(GPU_SHARES):
         raise UsageError(f"--mac {text!r:.60}: a Mac has at least {min(GPU_SHARES)} GB")
     bandwidth = _from(BANDWIDTHS[chip], memory) * READ_SHARE
-    return NodeSpec(f"{chip} {memory}GB", _limit(memory), bandwidth / GB_SPEED, layer_seconds=LAYER_SECONDS)
+    operations = prompt_operations(f"Apple {chip}", bandwidth * 1e9)
+    return NodeSpec(
+        f"{chip} {memory}GB", _limit(memory), bandwidth / GB_SPEED, layer_seconds=LAYER_SECONDS, operations=operations
+    )
 
 
 def chip_speed(chip: str, memory_limit: int) -> float | None:

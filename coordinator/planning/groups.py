@@ -279,7 +279,8 @@ def _group_plan(planning: Planning, machines: Sequence[Machine], size: int, epoc
         limit = min(machine.node.memory_limit for machine in team)
         speed = min(machine.node.speed for machine in team)
         fixed = max(machine.node.layer_seconds for machine in team)
-        nodes.append(NodeSpec(team[0].node.name, limit, speed, layer_seconds=fixed))
+        operations = min(machine.node.operations for machine in team)
+        nodes.append(NodeSpec(team[0].node.name, limit, speed, layer_seconds=fixed, operations=operations))
     found = make_plan(planning.costs_of(size), nodes, workload=planning.workload, epoch=epoch)
     by_name = {team[0].node.name: team for team in teams}
     stages = tuple(_shared(s, by_name[s.node], planning.collective) for s in found.stages)

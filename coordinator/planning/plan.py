@@ -64,12 +64,16 @@ _TICKS = 1e12
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The bytes of a layer, and its seconds for a token at speed 1. K/V is per token, states are per sequence."""
+    """The bytes of a layer, and its seconds for a token at speed 1. K/V is per token, states are per sequence.
+
+    A token of a prompt takes `prompt_operations`, those of multiplications and additions.
+    """
 
     weight_bytes: int
     seconds: float
     kv_bytes: int = 0
     state_bytes: int = 0
+    prompt_operations: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class NodeSpec:
     """A machine: the bytes it may use, its speed relative to the others, and the layers it is pinned to.
 
     A layer takes `layer_seconds` besides reading its weights. `blocks` are the first layer, the end and the bytes of
-    prefixes that its disk has.
+    prefixes that its disk has. Prompts reach `operations` a second, 0 if unknown.
     """
 
     name: str
@@ -128,6 +132,7 @@ class NodeSpec:
     pinned: Span | None = None
     layer_seconds: float = 0.0
     blocks: tuple[tuple[int, int, int], ...] = ()
+    operations: float = 0.0
 
     def __post_init__(self) -> None:
         if self.memory_limit <= 0 or not 1e-6 <= self.speed <= 1e6:
@@ -135,6 +140,8 @@ class NodeSpec:
                 f"node {self.name}: memory {self.memory_limit} or speed {self.speed:g} is invalid. "
                 "Give a memory above 0 and a speed from 1e-6 to 1e6."
             )
+        if not 0 <= self.operations <= 1e18:
+            raise UsageError(f"node {self.name}: {self.operations / 1e12:g} tflops are invalid. Give 0 to 1e6.")
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ class StagePlan:
     """The part of a plan that one node holds. `cache_bytes` counts K/V, states and the reserve.
 
     The nodes of a group hold a stage together. `members` then are all of them, `node` first, and the bytes are those
-    of each. `sum_seconds` of `predicted_seconds` are those of the sums over the members.
+    of each. `sum_seconds` of `predicted_seconds` are those of the sums over the members. A token of a prompt takes
+    `prompt_seconds`, 0 if unknown.
     """
 
     node: str
@@ -155,6 +163,7 @@ class StagePlan:
     predicted_seconds: float
     members: tuple[str, ...] = ()
     sum_seconds: float = 0.0
+    prompt_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -196,6 +205,30 @@ class Plan:
         """Time of one window through all stages, without the hops between them."""
         return sum(stage.predicted_seconds for stage in self.stages)
 
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time of the first token after PROMPT_TOKENS, whose chunks follow each other through the stages."""
+        each = [stage.prompt_seconds for stage in self.stages]
+        prompt = sum(each) * CHUNK + max(each) * (PROMPT_TOKENS - CHUNK)
+        return prompt + self.pass_seconds if all(each) else None
+
+
+CHUNK = 512
+"""Tokens of a chunk of a long prompt, as most machines take them."""
+
+PROMPT_TOKENS, ANSWER_TOKENS = 2000, 300
+"""The request by which unlike machines are cut: some pages of text and an answer."""
+
+UNLIKE = 1.25
+"""Factor of operations a second over bytes a second, from which the prompts of two machines count in a cut. Those of
+M1 to M4 have one ratio, so tokens alone decide there."""
+
+
+def prompts_count(nodes: Sequence[NodeSpec]) -> bool:
+    """Return whether a prompt is much faster on one of `nodes` than on another that makes as many tokens a second."""
+    ratios = [node.operations / node.speed for node in nodes]
+    return min(ratios) > 0 and max(ratios) > UNLIKE * min(ratios)
+
 
 def make_plan(
     model: ModelCosts,
@@ -204,8 +237,9 @@ def make_plan(
     workload: Workload | None = None,
     epoch: int = 1,
 ) -> Plan:
-    """Return the best plan of `model` over `nodes`.
+    """Return the best plan of `model` over `nodes`, by the slowest stage's time for a token.
 
+    Where `prompts_count`, it is the time for PROMPT_TOKENS and ANSWER_TOKENS, which bounds the requests a second.
     Raises SpanError for pinned layers, MemoryLimitError with the missing bytes, or UsageError for the names of nodes.
     """
     names = [node.name for node in nodes]
@@ -219,7 +253,8 @@ def make_plan(
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"two nodes are named {sorted(twice)[0]}. Give each node its own --name.")
     pinned = check_pinned_layers(nodes, model)
-    costs = _Costs(model, workload or Workload())
+    weighed = prompts_count(nodes)
+    costs = _Costs(model, workload or Workload(), PROMPT_TOKENS / ANSWER_TOKENS if weighed else 0.0)
     seconds = np.stack([costs.seconds(node) for node in nodes])
     runs = best_runs(seconds, pinned)
     if runs is None:
@@ -229,6 +264,9 @@ def make_plan(
     used = {v for v, _, _ in runs}
     stages = tuple(costs.stage(nodes[v], Span(start, end)) for v, start, end in runs)
     unused = tuple(node.name for v, node in enumerate(nodes) if v not in used)
+    if weighed:
+        request = f"cut for requests of {PROMPT_TOKENS:,} tokens with answers of {ANSWER_TOKENS}"
+        reason = "; ".join(filter(None, (request, reason)))
     return Plan(epoch=epoch, stages=stages, unused=unused, reason=reason)
 
 
@@ -287,8 +325,10 @@ def _with_blocks(
 class _Costs:
     """The costs of every run of layers `[a, b)`, as matrices `[layers + 1, layers + 1]` indexed by a and b."""
 
-    def __init__(self, model: ModelCosts, workload: Workload) -> None:
+    def __init__(self, model: ModelCosts, workload: Workload, prompts: float = 0.0) -> None:
         self.model = model
+        self.prompts = prompts
+        """Tokens of prompts for each token of an answer that count in a cut."""
         self.workload = workload
         self.count = len(model.layers)
         tokens = workload.kv_tokens
@@ -303,8 +343,13 @@ class _Costs:
         self.cache_bytes[:, -1] += model.head_kv_bytes * workload.kv_tokens
 
     def seconds(self, node: NodeSpec) -> Array:
-        """Return whole picoseconds on `node`; inf for empty runs and for runs that exceed its memory."""
+        """Return whole picoseconds on `node`; inf for empty runs and for runs that exceed its memory.
+
+        They are those of a token, with its share of a prompt.
+        """
         ticks = self._ticks(node)
+        if self.prompts:
+            ticks += np.rint(self.prompts * _TICKS * self._prompt_seconds(node))
         ticks[self.weight_bytes + self.cache_bytes > node.memory_limit] = np.inf
         return ticks
 
@@ -332,7 +377,11 @@ class _Costs:
             cache_bytes=int(self.cache_bytes[at]),
             memory_limit=node.memory_limit,
             predicted_seconds=float(self._ticks(node)[at]) / _TICKS,
+            prompt_seconds=float(self._prompt_seconds(node)[at]) if node.operations else 0.0,
         )
+
+    def _prompt_seconds(self, node: NodeSpec) -> Array:
+        return self.sums([layer.prompt_operations / node.operations for layer in self.model.layers])
 
     def _ticks(self, node: NodeSpec) -> Array:
         scale = _TICKS / node.speed

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from coordinator.planning.capacity import plan_capacity
-from coordinator.planning.chips import GB_SPEED, chip_speed, layer_seconds
+from coordinator.planning.chips import GB_SPEED, chip_speed, layer_seconds, prompt_operations
 from coordinator.planning.groups import ONE_MACHINE, Planning, plan_machines, predict_plans
 from coordinator.planning.plan import NodeSpec, Plan
 from mtp.checkpoint.hub.known_repos import KNOWN, KnownRepo
@@ -63,7 +63,8 @@ def joined_spec(name: str, memory_limit: int, bytes_per_second: float | None, ch
     """Return a joined machine. The speed of a Mac is at least its chip's: a busy machine measures less."""
     measured = bytes_per_second or GB_SPEED * 1e9
     speed = max(measured, chip_speed(chip, memory_limit) or 0.0) / 1e9 / GB_SPEED
-    return NodeSpec(name, memory_limit, speed, layer_seconds=layer_seconds(chip))
+    operations = prompt_operations(chip, speed * GB_SPEED * 1e9)
+    return NodeSpec(name, memory_limit, speed, layer_seconds=layer_seconds(chip), operations=operations)
 
 
 def recommendations(specs: Sequence[NodeSpec]) -> list[Recommendation]:

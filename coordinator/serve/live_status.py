@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from coordinator.cluster.manager import ClusterManager
+from coordinator.cluster.membership import unlike_machines
 from coordinator.cluster.view import Member, MemberState, Phase
 from coordinator.planning.capacity import REFERENCE_BANDWIDTH
 from coordinator.planning.plan import StagePlan
@@ -40,7 +41,9 @@ class LiveStatus(StatusSource):
     def status(self) -> ClusterStatus:
         loop = self.loop.status()
         up = self.loop.clock() - self._started
-        found = replace(loop, model=self.model, detail=self._detail(loop), nodes=self._nodes(loop))
+        nodes = self._nodes(loop)
+        rounding = unlike_machines((node.name, node.arithmetic) for node in nodes if node.span and node.address)
+        found = replace(loop, model=self.model, detail=self._detail(loop), nodes=nodes, rounding=rounding)
         found = replace(found, architecture=self.architecture, uptime_seconds=up, phase_seconds=up)
         if self.manager is None:
             return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -143,6 +142,8 @@ class ClusterStatus:
     phase: str = ""
     phase_seconds: float = 0.0
     architecture: ModelStatus | None = None
+    rounding: str = ""
+    """One line about machines of the plan that round differently. Empty if all round in the same way."""
 
 
 class StatusSource(Protocol):
@@ -150,13 +151,3 @@ class StatusSource(Protocol):
 
     def status(self) -> ClusterStatus:
         """Return a snapshot. Runs on the event loop, so it must neither lock nor block."""
-
-
-def unlike_machines(machines: Iterable[tuple[str, str]]) -> str:
-    """Return for people which of `machines`, pairs of name and arithmetic, round in the same way; empty if all do."""
-    groups: dict[str, list[str]] = {}
-    for name, arithmetic in machines:
-        groups.setdefault(arithmetic, []).append(name)
-    if len(groups) < 2:
-        return ""
-    return "; ".join(f"{', '.join(names)}: {kind or 'unknown'}" for kind, names in groups.items())

@@ -292,16 +292,20 @@ def test_a_stream_that_belongs_to_no_plan(worker: str) -> None:
 
 
 def test_a_machine_that_rounds_in_another_way_is_named(tmp_path: Path) -> None:
-    """While an exact cluster waits for it, both programs say why it is not used, and so does the API."""
+    """While an exact cluster waits for it, both programs say why it is not used, and so does the API.
+
+    The first plan takes machines that are alike.
+    """
     program, flags = "tests.support.processes.faulty_worker", ("--listen", "127.0.0.1:0", "--no-mdns", *SHARED_MEMORY)
+    arithmetics = {"a": "", "b": "metal applegpu_g13s, mlx 0.0.1"}
     with ExitStack() as stack:
         launched = [
             stack.enter_context(ending(launch(tmp_path, name, program, flags, env={ARITHMETIC: arithmetic})))
-            for name, arithmetic in (("a", ""), ("b", "metal applegpu_g13s, mlx 0.0.1"))
+            for name, arithmetic in arithmetics.items()
         ]
         workers = {worker.address: worker for worker in map(as_worker, launched)}
-        port = stack.enter_context(reserved_port())
-        named = [flag for address in workers for flag in ("--worker", address)]
+        port, later = (stack.enter_context(reserved_port()) for _ in range(2))
+        named = [flag for address in (*workers, f"127.0.0.1:{later}") for flag in ("--worker", address)]
         model = ("--model", "builtin", "--exact", "--nodes", "2", "--port", str(port))
         coordinator = stack.enter_context(ending(launch_coordinator(tmp_path, *model, *named)))
         refused = coordinator.wait_for("worker refused")
@@ -315,3 +319,11 @@ def test_a_machine_that_rounds_in_another_way_is_named(tmp_path: Path) -> None:
         assert reply.status_code == 503 and reason in reply.json()["error"]["message"]
         time.sleep(2.5)
         assert len(worker.records("a coordinator does not use this worker")) == 1
+        # A second machine like the refused one is enough for the plan, whichever of the others answered first.
+        third = ("--listen", f"127.0.0.1:{later}", *flags[2:])
+        stack.enter_context(ending(launch(tmp_path, "c", program, third, env={ARITHMETIC: arithmetics[worker.name]})))
+        coordinator.wait_for("serving")
+        nodes = httpx.get(f"http://127.0.0.1:{port}/status").json()["nodes"]
+        (unused,) = [node for node in nodes if not node["span"]]
+        assert unused["health"] == "refused" and unused["address"] != worker.address
+        assert "than " in unused["detail"] and "Name only equal ones" in unused["detail"]

@@ -27,6 +27,7 @@ export class ClusterView {
       h("section", { class: "card", "aria-labelledby": "pipeline-title" },
         h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), this.details),
         h("p", { class: "hint" }, "Each token passes these machines in order. Each machine holds a part of the model's layers."),
+        (this.rounding = h("p", { class: "hint", hidden: true })),
         (this.model = h("p", { class: "hint" })), (this.plan = h("p", { class: "hint technical" })), this.strip, layerLegend(), this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Machines that are not used")), this.others)),
@@ -56,6 +57,8 @@ export class ClusterView {
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
     setText(this.model, modelLine(status, stages));
     setText(this.plan, planLine(status, stages));
+    setText(this.rounding, status.rounding && `${status.rounding[0].toUpperCase()}${status.rounding.slice(1)}.`);
+    this.rounding.hidden = !status.rounding;
   }
 
   // Calls `change` when `key` differs from the last time: unchanged parts keep their elements.

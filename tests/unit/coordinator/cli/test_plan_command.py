@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.cli.plan_command import parse_node
+from coordinator.planning.chips import card_spec
 from coordinator.planning.plan import NodeSpec
 from proto.errors import CheckpointError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
@@ -40,6 +42,7 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     assert set(facts) == {
         "candidates", "drafts", "machines", "slowest_seconds", "pass_seconds", "capacity", "unused",
         "rows_on_disk", "vision_bytes", "stages", "reason", "sequences", "fastest", "head",
+        "accepted", "first_token_seconds",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
@@ -77,16 +80,32 @@ def test_a_node_is_read_as_written() -> None:
     """A node has a name, a size, and settings in any order."""
     assert parse_node("a=64GB") == NodeSpec("a", 64 * 10**9)
     assert parse_node("a=1GiB,layers=0-3,speed=2.5") == NodeSpec("a", 2**30, 2.5, Span(0, 4))
+    assert parse_node("a=1GiB,tflops=8") == NodeSpec("a", 2**30, operations=8e12)
+    assert parse_node("box=rtx 4090,layers=0-3") == replace(card_spec("box", "RTX 4090"), pinned=Span(0, 4))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a", "a=", "=1GB", "a=x", "a=1GB,speed=fast", "a=1GB,speed=0", "a=1GB,cores=8", "a=1GB,"],
+    ["", "a", "a=", "=1GB", "a=x", "a=1GB,speed=fast", "a=1GB,speed=0", "a=1GB,tflops=-1", "a=1GB,cores=8", "a=1GB,"],
 )
 def test_what_is_no_node_is_refused(text: str) -> None:
     """A malformed node is a UsageError that shows the form or names the setting."""
     with pytest.raises(UsageError):
         parse_node(text)
+
+
+def test_the_first_token_is_predicted_where_prompts_are_known() -> None:
+    """Of two machines with equal tokens the one with faster prompts computes more layers, and the reason says why."""
+    mac = ("--mac", "M4 Pro 64GB")
+    facts, unknown = (
+        facts_of("qwen3.5:27b", "--bits", "4", *mac, "--node", f"box=96GB,speed=2.6{tflops}")
+        for tflops in (",tflops=90", "")
+    )
+    assert facts["reason"].startswith("cut for requests of 2,000 tokens") and unknown["reason"] == ""
+    assert facts["first_token_seconds"] < 8 and unknown["first_token_seconds"] is None
+    layers = [{one["node"]: len(Span.parse(one["layers"])) for one in found["stages"]} for found in (facts, unknown)]
+    assert layers[0]["box"] > layers[1]["box"]
+    assert "First token of a prompt of 2,000 tokens: " in run("qwen3.5:27b", "--bits", "4", *mac)
 
 
 PAIR = ("--mac", "M4 Max 128GB", "--mac", "M4 Max 128GB")

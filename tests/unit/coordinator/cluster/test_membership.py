@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.events import FORGET_SECONDS, Event, TimePassed, apply
-from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership
+from coordinator.cluster.membership import ArithmeticGroup, ManagerOptions, Membership, member_of, unlike_machines
 from coordinator.cluster.view import Member, MemberState, Settings, View
 from coordinator.pipeline.worker_connection import Candidate
-from coordinator.status.cluster_status import unlike_machines
 from proto import cluster_pb2 as pb
 from proto.errors import WorkerLostError
 from proto.rpc.listener import reachable_address
@@ -186,16 +185,41 @@ def test_a_peer_that_is_no_member_is_shown_and_logged_once(
 # ---- machines that round in the same way
 
 M4, M1 = "metal applegpu_g16s, mlx 0.32.4", "metal applegpu_g13s, mlx 0.32.4"
+CARD = "cuda sm_90, mlx 0.32.4"
 
 
-def test_the_first_machine_sets_the_arithmetic_for_good() -> None:
+def machines(*arithmetics: str, memory: int = 8) -> list[Member]:
+    """Return machines with these arithmetics, named `mac-1` and so on."""
+    return [Member(f"{i}", f"{i}", f"mac-{i}", memory, arithmetic=a) for i, a in enumerate(arithmetics, 1)]
+
+
+def test_a_machine_that_rounds_differently_is_refused_by_what_differs() -> None:
+    """The reason names both machines, the first difference and what removes it."""
     group = ArithmeticGroup(exact=True)
-    assert group.refusal("mac-1", M4) == ""
+    assert group.refusal("mac-1", M4) == group.refusal("mac-2", M4) == ""
+    for arithmetic, difference, advice in (
+        (M1, "another chip than mac-1", "Name only equal ones with --worker"),
+        (CARD, "another backend than mac-1", "Name only equal ones with --worker"),
+        (M4.replace("0.32.4", "0.32.5"), "another version of mlx than mac-1", "Install the same version on both"),
+        ("", "another backend than mac-1: unknown", "Name only equal ones with --worker"),
+    ):
+        reason = group.refusal("mac-3", arithmetic)
+        assert difference in reason and advice in reason and M4 in reason and arithmetic in reason
+
+
+def test_the_first_plan_of_an_exact_cluster_takes_machines_that_are_enough() -> None:
+    """Machines that are enough for the plan decide, then the memory, and not which machine answers first."""
+    group = ArithmeticGroup(exact=True, nodes=2)
+    group.choose(machines(CARD))
+    assert group.refusal("mac-1", M4)
+    group.choose(machines(CARD, M4))
+    assert group.refusal("mac-2", M4)  # equal memory, so the choice stays
+    group.choose(machines(CARD, M4, M4))
+    assert group.refusal("mac-2", M4) == "" and group.refusal("card", CARD)
+    group.choose([*machines(M4, M4), *machines(CARD, memory=99)])
     assert group.refusal("mac-2", M4) == ""
-    reason = group.refusal("mac-3", M1)
-    assert "applegpu_g13s" in reason and "mac-1 as metal applegpu_g16s" in reason
-    assert "unknown machine" in group.refusal("old", "")
-    assert group.refusal("mac-1", M4) == ""
+    group.choose([*machines(M4, M4), *machines(CARD, CARD, memory=9)])
+    assert group.refusal("mac-2", M4)
 
 
 def test_without_exact_every_machine_takes_part() -> None:
@@ -205,7 +229,18 @@ def test_without_exact_every_machine_takes_part() -> None:
 
 def test_unlike_machines_are_named_with_their_arithmetic() -> None:
     assert unlike_machines([("a", M4), ("b", M4)]) == ""
-    assert unlike_machines([("a", M4), ("b", M1), ("c", M4)]) == f"a, c: {M4}; b: {M1}"
+    found = unlike_machines([("a", M4), ("b", M1), ("c", M4)])
+    assert found == f"answers may differ in rounding between a, c ({M4}) and b ({M1})"
+
+
+def test_a_long_name_of_a_chip_does_not_hide_the_version() -> None:
+    """Two versions of mlx on one processor with a long name are unlike."""
+    chip = "cpu x86_64 AMD Ryzen Threadripper PRO 7995WX 96-Cores, mlx "
+    one, other = (
+        pb.WorkerInfo(worker_id="a", hardware=pb.Hardware(arithmetic=chip + version))
+        for version in ("0.32.4", "0.32.5")
+    )
+    assert member_of("a:1", one).arithmetic != member_of("a:1", other).arithmetic
 
 
 OLD, NEW = "0" * 64, "1" * 64

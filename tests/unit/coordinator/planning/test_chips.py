@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from coordinator.planning.capacity import model_costs
-from coordinator.planning.chips import BANDWIDTHS, mac_spec, mac_specs
+from coordinator.planning.chips import BANDWIDTHS, card_spec, find_card, mac_spec, mac_specs
 from coordinator.planning.groups import Planning, plan_machines, predict_plans
-from coordinator.planning.plan import make_plan
+from coordinator.planning.plan import PROMPT_TOKENS, make_plan, prompts_count
 from coordinator.planning.recommend import joined_spec
 from mtp.checkpoint.families.shape import STOCK_LAUNCHES
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -128,6 +128,56 @@ def test_glm_follows_from_its_launches_and_rows() -> None:
     assert max(two, three) < 1.02 * one, "a second draft does not pay"
     unfused = replace(planning.costs_of(1), launches=3578 / 45 / STOCK_LAUNCHES, draft_seconds=0.0)
     assert 1 / make_plan(unfused, mac_specs(["M3 Ultra 256GB"])).pass_seconds == pytest.approx(28.6, rel=0.1)
+
+
+PROMPTS = [
+    ("M4 Pro 64GB", 157, 184),  # mlx-dspark
+    ("M3 Max 128GB", 245, 245),  # oMLX
+    ("M5 Pro 64GB", 559, 559),  # Splash
+    ("H200", 3680, 3770),  # docs/measurements.md: 2,048 tokens in .543 to .556 s
+    ("GB10", 1019, 1019),  # TensorFold's docs/split.md
+]
+"""Tokens a second of prompts of 27B in 4 bits: the machine, the least and the most that people measured."""
+
+
+@pytest.mark.parametrize(("machine", "least", "most"), PROMPTS)
+def test_prompts_of_27b_come_within_a_sixth(machine: str, least: float, most: float) -> None:
+    model = find_published("qwen3.5:27b")
+    assert model is not None
+    card = find_card(machine)
+    plan = make_plan(
+        model_costs(converted_headers(model, 4), with_head=False),
+        [card_spec("box", card) if card else mac_spec(machine)],
+    )
+    assert plan.first_token_seconds is not None
+    assert least * 5 / 6 < PROMPT_TOKENS / plan.first_token_seconds < most * 7 / 6
+
+
+@pytest.mark.parametrize(
+    ("chip", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GB10", "DGX Spark"),
+        ("dgx spark", "DGX Spark"),
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("64GB", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_a_card_is_known_by_its_name(chip: str, card: str | None) -> None:
+    assert find_card(chip) == card
+
+
+def test_prompts_count_beside_an_unlike_machine_only() -> None:
+    """Macs up to M4 have one ratio of prompts to tokens. A GPU that is not known leaves the cut to tokens."""
+    macs = mac_specs([f"{chip} 128GB" for chip in BANDWIDTHS if chip[1] < "5"])
+    assert not prompts_count(macs)
+    assert prompts_count([*macs, mac_spec("M5 Max 128GB")])
+    assert prompts_count([*macs, card_spec("box", "RTX 5090")])
+    assert not prompts_count([*macs, joined_spec("box", 2**35, 2e12, "NVIDIA A100-SXM4-80GB")])
+    assert prompts_count([*macs, joined_spec("pc", 2**35, 5e10, "AMD EPYC")])
 
 
 def test_27b_on_an_m4_pro_comes_within_a_tenth() -> None:

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.planning.plan import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
     SLOWER,
     LayerCost,
     ModelCosts,
@@ -194,6 +196,27 @@ def test_a_stage_that_drafts_does_not_fill_the_others() -> None:
 def model_of(layers: int, *, seconds: float = 0.001, weight: int = GB) -> ModelCosts:
     """Return a model of equal layers."""
     return ModelCosts(layers=(LayerCost(weight, seconds),) * layers)
+
+
+def test_unlike_machines_are_cut_for_whole_requests() -> None:
+    """Where prompts count, no other cut takes less time for a prompt and its answer on its slowest stage."""
+    model = ModelCosts(layers=(LayerCost(GB, 0.001, prompt_operations=1e9),) * 24, lm_head_seconds=0.002)
+    mac, box = NodeSpec("mac", 99 * GB, 4.0, operations=1e13), NodeSpec("box", 99 * GB, 4.0, operations=9e13)
+
+    def request(cut: int, order: Sequence[NodeSpec]) -> float:
+        ends, counts = (0.0, model.lm_head_seconds), (cut, 24 - cut)
+        return max(
+            PROMPT_TOKENS * count * 1e9 / node.operations + ANSWER_TOKENS * (count * 0.001 + end) / node.speed
+            for node, count, end in zip(order, counts, ends, strict=True)
+        )
+
+    plan = make_plan(model, [mac, box])
+    order = [mac if stage.node == "mac" else box for stage in plan.stages]
+    best = min(request(cut, pair) for pair in ([mac, box], [box, mac]) for cut in range(1, 24))
+    assert request(len(plan.stages[0].span), order) == pytest.approx(best)
+    even = make_plan(model, [mac, replace(box, operations=1.2e13)])
+    assert abs(len(even.stages[0].span) - 12) <= 1 and even.reason == ""
+    assert [stage.prompt_seconds for stage in even.stages] != [0.0, 0.0]
 
 
 def spans(plan: Plan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -54,6 +55,20 @@ def test_a_start_says_how_much_is_loaded() -> None:
     loop: Any = SimpleNamespace(clock=lambda: 0.0)
     live = LiveStatus(loop, manager, "m", lambda: A)
     assert live._detail(ClusterStatus(False, "m")) == "loading: 3.1 GB of 15.2 GB; mac-3 is lost"
+
+
+def test_machines_of_a_plan_that_round_differently_are_named() -> None:
+    """A machine without layers does not count."""
+    unlike = [replace(A, arithmetic="metal"), replace(B, arithmetic="cuda")]
+    loop: Any = SimpleNamespace(clock=lambda: 0.0, status=lambda: SERVING)
+    manager: Any = SimpleNamespace(view=View(Settings()), clock=lambda: 0.0)
+    for nodes, rounding in (
+        (unlike, "answers may differ in rounding between mac-1 (metal) and mac-2 (cuda)"),
+        ([unlike[0], replace(unlike[1], span=None)], ""),
+    ):
+        live = LiveStatus(loop, manager, "m", lambda: A)
+        with patch.object(LiveStatus, "_nodes", lambda *_, nodes=nodes: tuple(nodes)):
+            assert live.status().rounding == rounding
 
 
 def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
