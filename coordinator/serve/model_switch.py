@@ -144,8 +144,7 @@ class ModelSwitch(ModelLoader):
             if snapshot_of(path) and self._host.options.mtp.depth != 0:
                 path = await asyncio.to_thread(fetched_if_possible, path, self._show)
             options = replace(self._host.options, model=argument)
-            other_bytes = before.model.local.model.other_bytes
-            model = await asyncio.to_thread(OpenedModel, options, path, other_bytes)
+            model = await asyncio.to_thread(OpenedModel, options, path, before.model.other_bytes)
             await self._check_fit(model)
             self._host.pause_requests(f"The server changes to the model {name}.")
             self._serves = False

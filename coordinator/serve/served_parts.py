@@ -125,11 +125,12 @@ class OpenedModel:
     """A model whose files are open: everything that can be known before its weights are read.
 
     The constructor blocks for the disk. It raises CheckpointError for a model that cannot be served, SpanError for one
-    that cannot be cut into slices, and UsageError for an option that this model lacks.
+    that cannot be cut into slices, and UsageError for an option that this model lacks. `other_bytes` of the memory are
+    for other processes of this server.
     """
 
     def __init__(self, options: ServeOptions, path: Path, other_bytes: int = 0) -> None:
-        self.options = options
+        self.options, self.other_bytes = options, other_bytes
         self.checkpoint = Checkpoint.open(path)
         config = self.checkpoint.config
         if options.exact:

@@ -28,8 +28,8 @@ class Options:
 class Model:
     """An opened model that needs as many of 100 bytes as its name says."""
 
-    def __init__(self, options: Options, path: Path) -> None:
-        self.options = options
+    def __init__(self, options: Options, path: Path, other_bytes: int = 0) -> None:
+        self.options, self.other_bytes = options, other_bytes
         self.name = Path(options.model).name
         self.why_not_alone = "too large" if int(self.name.partition("-")[2]) > 100 else ""
         self.local = SimpleNamespace(make=print)
