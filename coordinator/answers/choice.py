@@ -95,6 +95,7 @@ class Choice:
     def __post_init__(self) -> None:
         self.tokens = 0
         self.cached = 0
+        self.prompt_done = 0
         self.drafted = 0
         self.accepted = 0
         self.reasoning_tokens = 0
@@ -140,6 +141,7 @@ class Choice:
             case PrefillProgress():
                 if not self.tokens:  # later ones count restored tokens of the answer too
                     self.cached = max(self.cached, event.cached)
+                    self.prompt_done = event.done
                 return []
             case TokenChunk():
                 return self._apply_tokens(event)
@@ -276,6 +278,11 @@ class GeneratedAnswer:
     def cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache had."""
         return sum(choice.cached for choice in self.choices[:: self.settings.n])
+
+    @property
+    def prompt_done(self) -> int:
+        """Prompt tokens that are computed or cached."""
+        return sum(choice.prompt_done for choice in self.choices[:: self.settings.n])
 
     @property
     def completion_tokens(self) -> int:

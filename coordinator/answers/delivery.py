@@ -154,6 +154,11 @@ class SubmittedRequests:
         for index in list(self._running):
             self.cancel_request(index)
 
+    def fail(self, error: ClusterError) -> None:
+        """Stop all requests. `next_event` raises `error` after the events that are in the queue."""
+        self.close()
+        self._queue.put_nowait((0, error))
+
     def _deliver(self, index: int, event: GenerationEvent) -> None:
         """Queue an event, or an error in its place if the client leaves too many unread."""
         if self._queue.qsize() < self._backlog:
@@ -169,6 +174,14 @@ QUEUE_SECONDS = 2.0
 
 DISCONNECT_POLL_SECONDS = 0.5
 """Seconds. How often a handler that sends nothing checks whether its client is still connected."""
+
+
+class StoppedError(ClusterError, http=410):
+    """A request that a person stopped. Clients repeat no request with this status."""
+
+    def __init__(self) -> None:
+        super().__init__("The request was stopped on the page of the server. Send it again if that was a mistake.")
+
 
 CLIENT_DISCONNECTED = 499
 """nginx's HTTP status for a client that disconnected. No client receives it."""
@@ -199,11 +212,12 @@ class Delivery:
     ) -> None:
         self._answer = prepared.answer
         self._writer = prepared.writer
-        self._meter = meter
+        self.meter = meter
         self._keep_alive = api.options.keep_alive_seconds
         meter.record.prompt_tokens = prepared.answer.prompt_tokens
         open_choices = () if prepared.answer.done else prepared.answer.choices
         self._queue = SubmittedRequests(api.generator, [each.request for each in open_choices])
+        meter.allow_stop(prepared.answer.id, self.stop)
         self.outcome = "cancelled"
         self._opened = opened
         self._logged = logged
@@ -306,20 +320,26 @@ class Delivery:
             return []  # the event was in the queue when a stop string ended the choice
         before = choice.tokens
         events = choice.apply_event(event)
+        if isinstance(event, PrefillProgress):
+            self.meter.record.prompt_done = self._answer.prompt_done
         if choice.tokens > before:
-            self._meter.record_tokens(index, choice.tokens - before)
+            self.meter.record_tokens(index, choice.tokens - before)
         if choice.done:
             self._queue.cancel_request(index)  # the engine does not look for stop strings
         return events
 
     def _record_success(self) -> None:
         self.outcome = self._answer.choices[0].finish_reason or "stop"
-        self._meter.record_prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
+        self.meter.record_prompt(self._answer.prompt_tokens, self._answer.cached_tokens)
+
+    def stop(self) -> None:
+        """End the answer with StoppedError, and free the places of its requests at once."""
+        self._queue.fail(StoppedError())
 
     def close(self) -> None:
         """Stop the requests that still run; record and log the end."""
         self._queue.close()
-        seconds = self._meter.end(self.outcome)
+        seconds = self.meter.end(self.outcome)
         log.info(
             "request ended",
             extra={
@@ -359,6 +379,6 @@ class AnswerStream(StreamingResponse):
 
 def outcome_of(error: BaseException) -> str:
     """Return the outcome of a failed request for the metrics."""
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or isinstance(error, StoppedError):
         return "cancelled"
     return "refused" if status_of(error) < 500 else "error"

@@ -26,7 +26,7 @@ from coordinator.answers.journal import Journal, Record
 from coordinator.schedule.request import GenerationRequest
 from coordinator.status.metrics import RequestMeter
 from coordinator.text.schemas import Json
-from coordinator.web.context import Api, api_of, client_of
+from coordinator.web.context import Api, api_of, client_of, describe_client
 from proto.errors import CapacityError, ClusterError, NotReadyError, RequestError, StaleEpochError
 from proto.params import SamplingParams
 
@@ -192,7 +192,10 @@ class StoredAnswer:
     def _expire(self) -> None:
         if self._task is not None and not self._task.done():
             log.info("request cancelled: no client reconnected", extra={"id": self.record.id})
-            self._cancellation = asyncio.create_task(self.cancel())
+            self._begin_cancellation()
+
+    def _begin_cancellation(self) -> None:
+        self._cancellation = asyncio.create_task(self.cancel())
 
     # ---- the task
 
@@ -218,13 +221,14 @@ class StoredAnswer:
 
     async def _run(self, delivery: Delivery, first: IndexedEvent) -> None:
         self._status, self._delivery = "in_progress", delivery
+        delivery.meter.allow_stop(self.record.id, self._begin_cancellation)
         try:
             async for content in delivery.chunks(first):
                 self.log.append(content)
                 self._write_tokens()
         finally:
             delivery.close()
-        self._end("failed" if delivery.outcome in ("error", "refused") else "ended")
+        self._end("failed" if delivery.outcome in ("error", "refused", "cancelled") else "ended")
 
     def _write_tokens(self) -> None:
         new = tuple(self._choice.generated[self._written :])
@@ -425,7 +429,7 @@ async def serve_answer(request: Request, endpoint: str, prepare: Prepare) -> Res
     A stored stream, and an answer in the background, go on without the client.
     """
     api, client = api_of(request), client_of(request)
-    meter = RequestMeter(api.metrics, endpoint)
+    meter = RequestMeter(api.metrics, endpoint, describe_client(request))
     try:
         prepared = await prepare(api, request)
     except BaseException as error:

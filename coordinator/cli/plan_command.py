@@ -183,6 +183,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
             for one in candidates
         ],
         "fastest": fastest.text if fastest else None,
+        "accepted": costs.accepted,
         "head": checkpoint.mtp.complete,
         "machines": len(found.nodes),
         "drafts": options.mtp if checkpoint.mtp.complete else 0,
@@ -243,7 +244,7 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     if len(facts["candidates"]) == 1:
         console.print(f"One answer makes {1 / facts['candidates'][0]['token_seconds']:.3g} tokens/s without drafts.")
     if len(facts["candidates"]) > 1:
-        _print_candidates(console, facts["candidates"])
+        _print_candidates(console, facts["candidates"], facts["accepted"])
         if facts["fastest"] == ONE_MACHINE:
             console.print(f"One answer is fastest on {ONE_MACHINE}. More add room, and serve more answers at once.")
     if facts["rows_on_disk"]:
@@ -256,9 +257,8 @@ def _print(model: str, facts: dict[str, Any]) -> None:
         console.print(f"Not used: {escape(', '.join(facts['unused']))}.")
 
 
-def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]]) -> None:
-    first, last = groups.ACCEPTED[0], groups.ACCEPTED[-1]
-    title = f"Tokens/s of one stream, as predicted. Of drafts {first:g} to {last:g} are accepted"
+def _print_candidates(console: Console, candidates: Sequence[dict[str, Any]], accepted: Sequence[float]) -> None:
+    title = f"Tokens/s of one stream, as predicted. Of drafts {accepted[0]:g} to {accepted[-1]:g} are accepted"
     table = Table(title=title, title_justify="left")
     table.add_column("--parallel")
     for heading in ("plain", "with drafts", "weights of a machine"):

@@ -46,9 +46,9 @@ LEASE_TIMEOUTS = 3
 MAX_FAULT = 300
 """Characters of the fault message of a process in logs and errors."""
 
-STARTING_SECONDS = 10.0
+STARTING_SECONDS = 5.0
 """Seconds. Least silence that loses a process before its stage serves. MLX holds Python's lock while it joins a group:
-its `ring` waits 1 s and then 2 s for a member that comes later."""
+its `ring` waits 1 s, and rarely 2 s more, for a member that listens a moment later."""
 
 MEMBER_SECONDS = 75.0
 """Seconds. Bounds the start of a process for a group, for which the worker waits up to 60 s."""

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from coordinator.cluster.view import Member
 from coordinator.pipeline.worker_client import WorkerClient
 from coordinator.planning.capacity import Capacity, plan_capacity
+from coordinator.planning.chips import layer_seconds
 from coordinator.planning.groups import Machine, Parallel, Planning, choose_plan
 from coordinator.planning.plan import NodeSpec, Plan
 from mtp.checkpoint.format.checkpoint import Checkpoint
@@ -132,6 +133,8 @@ class ServedModel:
     prefix_cache: bool = True
     share_weights: bool = False
     parallel: Parallel = field(default_factory=Parallel)
+    fixed_depth: int | None = None
+    """The drafts of every window where --mtp fixes them."""
 
     @cached_property
     def provider(self) -> WeightProvider:
@@ -148,6 +151,7 @@ class ServedModel:
             draft_depth=self.draft_depth,
             parallel=self.parallel,
             slices=o.slices if o.exact else None,
+            depth=self.fixed_depth,
             dtype=o.dtype,
             kv_bits=o.kv_bits,
             with_head=o.with_head,
@@ -160,7 +164,10 @@ class ServedModel:
 
         def plan(members: Sequence[Member], epoch: int) -> Plan:
             speeds = _speeds(members)
-            specs = [NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned, blocks=m.blocks) for m in members]
+            specs = [
+                NodeSpec(m.address, m.memory_limit, speeds[m.address], m.pinned, layer_seconds(m.chip), m.blocks)
+                for m in members
+            ]
             machines = [
                 Machine(spec, kind=m.arithmetic, direct=m.direct, collectives=m.collectives)
                 for spec, m in zip(specs, members, strict=True)

@@ -165,8 +165,14 @@ SAMPLES = 7
 MEASURED_SAMPLES = 3
 """Steps after which a shape has a cost. Their median survives one outlier, such as the first use of a kernel."""
 
+NARROWEST_STEP = 0.75
+"""Widths. Minimum mean width of the windows of a step for which it shows the cost of this width."""
+
 INTERVALS = 24
 """Windows. An interval of a filled pipeline is the mean of this many, because intervals are uneven."""
+
+LONG_INTERVAL = 3.0
+"""Medians. A longer interval counts as this many, because it shows a hiccup."""
 
 OLD_STEPS, FORGOTTEN_STEPS = 32, 512
 """Steps out of use after which the next samples outvote the earlier ones, and after which a cost is unknown again."""
@@ -174,10 +180,13 @@ OLD_STEPS, FORGOTTEN_STEPS = 32, 512
 
 @dataclass
 class _Samples:
-    """The newest steps of one shape. `newest` is the number of the last one, counted over all shapes."""
+    """The newest steps of one shape. `newest` is the number of the last one, counted over all shapes.
+
+    `gaps` are the seconds by which the last of several stages took longer than each other.
+    """
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    stages: tuple[float, ...] = ()
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     newest: int = 0
 
 
@@ -191,16 +200,24 @@ class StepCosts:
         self._samples: dict[tuple[float, int], _Samples] = {}
         self._intervals: dict[Shape, deque[float]] = {}
         self._steps = 0
+        self._stages = 1
         self._measured: dict[tuple[float, int], float] = {}
 
     def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
-        """Record a step. Its interval is one of windows of `shape`."""
+        """Record a step. Its interval is one of windows of `shape`.
+
+        The windows of new or ending texts are narrower. A step in which they are few counts as one of `shape`.
+        """
         self._steps += 1
-        samples = self._samples.setdefault((math.ceil(4 * width) / 4, drafts), _Samples())
+        nearly = drafts == shape.depth and NARROWEST_STEP * shape.width <= width <= shape.width
+        key = shape.width if nearly else math.ceil(4 * width) / 4, drafts
+        samples = self._samples.setdefault(key, _Samples())
         if self._steps - samples.newest > OLD_STEPS:
             while len(samples.seconds) > 1:
                 samples.seconds.popleft()
-        samples.newest, samples.stages = self._steps, cost.stages
+        samples.newest, self._stages = self._steps, max(1, len(cost.stages))
+        if self._stages > 1:
+            samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
         samples.seconds.append(cost.seconds)
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
@@ -214,6 +231,11 @@ class StepCosts:
     def is_measured(self, shape: Shape) -> bool:
         """Return whether the cost of `shape` is measured, and not forgotten. That of plain decoding never is."""
         return (shape.width, shape.depth) in self._measured
+
+    def steps_since(self, shape: Shape) -> int:
+        """Return the steps since `shape` was last used."""
+        samples = self._samples.get((shape.width, shape.depth))
+        return self._steps - (samples.newest if samples else 0)
 
     @property
     def widest(self) -> float:
@@ -238,11 +260,11 @@ class StepCosts:
         If they are not measured, the slowest stage determines them, or the share of a window in a pass.
         """
         if shape in self._intervals:
-            return fmean(self._intervals[shape])
+            usual = median(self._intervals[shape])
+            return fmean(min(interval, LONG_INTERVAL * usual) for interval in self._intervals[shape])
         seconds = self.seconds(shape.width, shape.depth)
         drafts = shape.depth * self._draft_seconds()
-        stages = max((len(known.stages) for known in self._samples.values()), default=0)
-        return max(seconds / shape.fill, (seconds - drafts) / max(1, stages) + drafts)
+        return max(seconds / shape.fill, (seconds - drafts) / self._stages + drafts)
 
     def _draft_seconds(self) -> float:
         """Return the seconds of a draft on several stages; 0 while no step shows them.
@@ -250,9 +272,9 @@ class StepCosts:
         A further row takes about the same time on every stage, and a draft only on the last one.
         """
         gaps = [
-            (drafts, known.stages[-1] - max(known.stages[:-1]))
+            (drafts, median(known.gaps))
             for (_, drafts), known in self._samples.items()
-            if len(known.stages) > 1
+            if len(known.gaps) >= MEASURED_SAMPLES
         ]
         first, last = min(gaps, default=(0, 0.0)), max(gaps, default=(0, 0.0))
         return max(0.0, last[1] - first[1]) / max(1, last[0] - first[0])

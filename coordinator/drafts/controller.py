@@ -95,6 +95,12 @@ class Controller:
             return Shape(1)
         return self._choice(sequences, fill).next_shape()
 
+    def shape_in_use(self, sequences: int, fill: int) -> Shape:
+        """Return the shape that steps of `sequences` have outside of trials."""
+        if self.mode.depth is not None:
+            return Shape(self.mode.depth + 1)
+        return self._choice(sequences, fill).current
+
     def own_shape(self, drafts: int | None) -> Shape | None:
         """Return the shape for a request with its own number of `drafts`, None without. With `off` no head is there."""
         return None if drafts is None else Shape(1 + (min(drafts, MAX_DEPTH) if self.mode.depth != 0 else 0))
@@ -182,8 +188,11 @@ LONGEST_TRIAL = 12
 EVALUATION_STEPS = 4
 """Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
 
-FIRST_INTERVAL, LAST_INTERVAL = 48, 320
-"""Steps. Bounds of the time between two probes. It doubles with each probe that changes nothing."""
+PROBE_INTERVAL = 128
+"""Steps out of use after which a shape may be probed."""
+
+PROBE_SHARE = 0.005
+"""Share of the time that the probes of a shape may lose. So a shape that costs much is probed rarely."""
 
 PROBED_WINDOWS = 2.0
 """Windows. Weight of earlier results at the positions that a probe tries, so that the probe outvotes them."""
@@ -208,9 +217,6 @@ class Choice:
         self._step = 0
         self._trial: Shape | None = self.current
         self._trial_began = 0
-        self._probes = 0
-        """Probes since the last change of shape."""
-        self._next_probe = FIRST_INTERVAL
 
     def next_shape(self) -> Shape:
         """Return the shape of the next window."""
@@ -240,25 +246,29 @@ class Choice:
         usual = self._speed(self.current, chances)
         trial, self._trial = self._trial, None
         if trial is not None and self.costs.is_measured(trial) and (self._speed(trial, chances) > usual):
-            if trial != self.current:
-                self._probes, self._next_probe = 0, self._step + FIRST_INTERVAL
             self.current, usual = trial, self._speed(trial, chances)
         best = max(speeds, key=lambda shape: speeds[shape])
         if speeds[best] > GAIN * usual:
             self._trial, self._trial_began = best, self._step
-        elif self._step >= self._next_probe:
-            self._begin_probe()
+        elif (probed := self._due_probe(chances, usual)) is not None:
+            self._trial, self._trial_began = probed, self._step
+            self.acceptance.limit_weight(self.current.depth, PROBED_WINDOWS)
 
-    def _begin_probe(self) -> None:
-        """Try plain decoding or one draft more, in turn."""
-        now = self.current
+    def _due_probe(self, chances: Sequence[float], usual: float) -> Shape | None:
+        """Return plain decoding or the next wider shape, if it was out of use for long and its trial loses little.
+
+        A trial loses the time in which the shape in use yields as many tokens.
+        """
+        now, step = self.current, self._seconds(self.current)
         wider = (s for s in self.shapes if s.fill == now.fill and s.width > now.width)
-        tried = [s for s in (self.shapes[0], next(wider, now)) if s != now]
-        if tried:
-            self._trial, self._trial_began = tried[self._probes % len(tried)], self._step
-            self.acceptance.limit_weight(now.depth, PROBED_WINDOWS)
-        self._probes += 1
-        self._next_probe = self._step + min(LAST_INTERVAL, FIRST_INTERVAL << self._probes)
+        for shape in (self.shapes[0], next(wider, now)):
+            seconds, tokens = self._seconds(shape), self._speed(shape, chances) * self._seconds(shape)
+            if shape.width < now.width:
+                seconds = min(seconds, step)  # fewer rows are never slower, so the measurement is wrong
+            lost = MEASURED_SAMPLES * (seconds - tokens / usual) / step
+            if shape != now and self.costs.steps_since(shape) > max(PROBE_INTERVAL, lost / PROBE_SHARE):
+                return shape
+        return None
 
     def matched_shapes(self, chances: Sequence[Sequence[float] | None], shapes: Sequence[Shape]) -> list[Shape | None]:
         """Return for each sequence of a step the best of `shapes` for its match, or None if it does not pay.
@@ -298,8 +308,11 @@ class Choice:
 
         A run of a filled pipeline takes a pass, and an interval for each further window.
         """
-        seconds, chances = self.costs.seconds(shape.width, shape.depth), chances[: shape.ahead]
+        seconds, chances = self._seconds(shape), chances[: shape.ahead]
         if shape.fill == 1:
             return expected_tokens(chances) / seconds
         tokens, windows = expected_run(chances, shape.width)
         return tokens / (seconds + (windows - 1) * self.costs.interval(shape))
+
+    def _seconds(self, shape: Shape) -> float:
+        return self.costs.seconds(shape.width, shape.depth)

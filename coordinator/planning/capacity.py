@@ -188,6 +188,7 @@ def model_costs(
         last_stage_needs_embed=head or tied,
         first_layers=1 + max(config.shape.token_layers, default=0),
         launches=config.shape.launches,
+        accepted=config.shape.accepted,
     )
 
 

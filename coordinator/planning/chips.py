@@ -54,6 +54,12 @@ With these two constants the formula is within a third of 16 published speeds of
 planning/test_chips.py). By bytes alone 35B-A3B on an M3 Ultra is predicted five times too fast.
 """
 
+
+def layer_seconds(chip: str) -> float:
+    """Return LAYER_SECONDS for a chip of Apple. Launches of other machines are not known, and taken as 0."""
+    return LAYER_SECONDS if chip.startswith("Apple") else 0.0
+
+
 GB_SPEED = 100.0
 """GB/s of a machine of speed 1 (see `NodeSpec`)."""
 
@@ -82,8 +88,22 @@ def mac_spec(text: str) -> NodeSpec:
     if memory < min(GPU_SHARES):
         raise UsageError(f"--mac {text!r:.60}: a Mac has at least {min(GPU_SHARES)} GB")
     bandwidth = _from(BANDWIDTHS[chip], memory) * READ_SHARE
-    limit = int(memory * 2**30 * _from(GPU_SHARES, memory) * USED_SHARE)
-    return NodeSpec(f"{chip} {memory}GB", limit, bandwidth / GB_SPEED, layer_seconds=LAYER_SECONDS)
+    return NodeSpec(f"{chip} {memory}GB", _limit(memory), bandwidth / GB_SPEED, layer_seconds=LAYER_SECONDS)
+
+
+def chip_speed(chip: str, memory_limit: int) -> float | None:
+    """Return the bytes a second of a Mac's `chip` such as `Apple M4 Pro`, or None for another machine.
+
+    Of several variants it is the one with the most memory that `memory_limit` allows, within a twentieth.
+    """
+    table = BANDWIDTHS.get(chip.removeprefix("Apple "), {})
+    found = [speed for least, speed in table.items() if not least or 0.95 * _limit(least) <= memory_limit]
+    return found[-1] * 1e9 * READ_SHARE if found else None
+
+
+def _limit(memory: int) -> int:
+    """Return the bytes that a worker takes of `memory` GB."""
+    return int(memory * 2**30 * _from(GPU_SHARES, memory) * USED_SHARE)
 
 
 def _from(table: dict[int, float], memory: int) -> float:

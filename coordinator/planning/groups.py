@@ -39,11 +39,9 @@ Two rows: published passes with one draft take 1.19 to 1.30 times as long on an 
 rows on: products with 17408 x 5120 in 4 bits on an M4 Pro by mlx-dspark 0.20.3, whose kernel works as this one.
 """
 
-EXPERT_ROW_COSTS: Mapping[int, float] = {1: 1.0, 4: 1.6}
-"""The same for a mixture of experts, whose rows read other experts. No more than three drafts are predicted."""
-
-ACCEPTED, MOST_DRAFTS = (0.83, 0.78, 0.75, 0.70, 0.68, 0.66, 0.65), 7
-"""The share of each draft that is right after right ones (docs/MTP_HEAD.md), and the most drafts of a window."""
+EXPERT_ROW_COSTS: Mapping[int, float] = {1: 1.0, 2: 1.3, 4: 1.97}
+"""The same for a mixture of experts, whose rows read other experts: GLM-5.3-Flash on an M3 Ultra by TensorFold. It says
+of 35B-A3B that four rows read twice the bytes of one. No more than three drafts are predicted."""
 
 DEFAULT_COLLECTIVE = 300e-6
 """Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""
@@ -118,18 +116,21 @@ def plan_machines(specs: Sequence[NodeSpec]) -> list[Machine]:
 class Prediction:
     """A possible plan, its name for people, and the predicted seconds of a token of one stream.
 
-    `token` is that without drafts, `drafted` those with 1 to MOST_DRAFTS drafts a window, none without a head.
+    `token` is that without drafts, `drafted` those with 1, 2, … drafts a window, none without a head. `depth` are the
+    drafts that the user has fixed, or None.
     """
 
     text: str
     plan: Plan
     token: float
     drafted: tuple[float, ...] = ()
+    depth: int | None = None
 
     @property
     def fastest(self) -> float:
-        """Seconds of a token with the best number of drafts, which may be none."""
-        return min((self.token, *self.drafted))
+        """Seconds of a token with the fixed number of drafts, or else with the best, which may be none."""
+        found = (self.token, *self.drafted)
+        return min(found) if self.depth is None else found[min(self.depth, len(self.drafted))]
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ class Planning:
     """Seconds of a sum over a group that has not measured it."""
     row_costs: Mapping[int, float] = field(default_factory=lambda: ROW_COSTS)
     """Seconds of the reads of a window over those of one row, by rows: measured on the machines, or the published."""
+    depth: int | None = None
+    """The drafts of every window, which the user has fixed. None lets the controller choose any number, also none."""
 
     @classmethod
     def of(
@@ -156,6 +159,7 @@ class Planning:
         parallel: Parallel = Parallel(),
         slices: int | None = None,
         collective: float = DEFAULT_COLLECTIVE,
+        depth: int | None = None,
         **loading: Any,
     ) -> Planning:
         """Return the planning of `checkpoint`. `loading` are options of `model_costs`."""
@@ -166,16 +170,16 @@ class Planning:
 
         kv_tokens = min(context, checkpoint.config.max_positions)
         workload = Workload(kv_tokens, draft_depth, reserve_bytes(costs_of(1)))
-        mixture = checkpoint.config.shape.routed_share < 1
-        return cls(costs_of, workload, parallel, slices, collective, EXPERT_ROW_COSTS if mixture else ROW_COSTS)
+        row_costs = EXPERT_ROW_COSTS if checkpoint.config.shape.routed_share < 1 else ROW_COSTS
+        return cls(costs_of, workload, parallel, slices, collective, row_costs, depth)
 
 
 def choose_plan(planning: Planning, machines: Sequence[Machine], epoch: int) -> Plan:
     """Return the plan that `--parallel` asks for. Raises the errors of `make_plan`, and SpanError for a group.
 
-    `auto` takes the fastest for one stream with its best number of drafts, and of equals the fastest for many. `tensor`
-    takes several smaller groups if the layers cannot be cut for all machines. After the first plan, the machines that
-    are left serve in smaller groups or as a pipeline, so that no answer waits for one that may not return.
+    `auto` takes the fastest for one stream with the drafts that it will have, and of equals the fastest for many.
+    `tensor` takes several smaller groups if the layers cannot be cut for all machines. After the first plan, those that
+    are left serve in smaller groups or as a pipeline, so that no answer waits for a machine that may not return.
     """
     parallel = planning.parallel
     if parallel.auto:
@@ -203,10 +207,10 @@ def _attempts(parallel: Parallel, count: int, *, is_first: bool) -> Iterator[tup
 
 
 def describe(chosen: Prediction, found: Sequence[Prediction]) -> str:
-    """Return why a plan was chosen: its predicted speed, and that of the others, each with its best drafts."""
+    """Return why a plan was chosen: its predicted speed, and that of the others, each with its own drafts."""
     others = [f"{one.text} {1 / one.fastest:.3g}" for one in found if one is not chosen]
     text = f"{chosen.text}: {1 / chosen.fastest:.3g} tokens/s of one stream are predicted"
-    text += " with drafts" * (chosen.fastest < chosen.token)
+    text += " with drafts" * (chosen.fastest != chosen.token)
     return f"{text} ({', '.join(others)})" if others else text
 
 
@@ -236,22 +240,22 @@ def _predict(planning: Planning, plan: Plan, machines: Sequence[Machine]) -> Pre
     kind = {1: ONE_MACHINE if stages == 1 else f"a pipeline of {stages}"}.get(size)
     text = kind or (f"a group of {size}" if stages == 1 else f"{stages} groups of {size}")
     last, costs = plan.stages[-1], planning.costs_of(size)
-    speed = min(machine.node.speed for machine in machines if machine.node.name in last.nodes)
-    draft = costs.draft_seconds / speed
+    draft = max(costs.draft_time(machine.node) for machine in machines if machine.node.name in last.nodes)
     sums = sum(stage.sum_seconds for stage in plan.stages)
     waits = sums + (stages - 1) * HOP_SECONDS
     reads = plan.pass_seconds - sums - planning.workload.draft_depth * draft
     draft += SUMS_PER_DRAFT * last.sum_seconds / (SUMS_PER_LAYER * len(last.span))
     drafted = (
-        (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / _tokens(depth)
-        for depth in range(1, min(MOST_DRAFTS, max(planning.row_costs) - 1) + 1)
+        (reads * _row_cost(1 + depth, planning.row_costs) + waits + depth * draft) / tokens
+        for depth, tokens in enumerate(_tokens(costs.accepted), start=1)
+        if depth < max(planning.row_costs)
     )
-    return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else ())
+    return Prediction(text, plan, reads + waits, tuple(drafted) if costs.draft_seconds else (), planning.depth)
 
 
-def _tokens(depth: int) -> float:
-    """Return the expected tokens of a window with `depth` drafts."""
-    return float(1 + sum(accumulate(ACCEPTED[:depth], mul)))
+def _tokens(accepted: Sequence[float]) -> list[float]:
+    """Return the expected tokens of a window with 1, 2, … drafts."""
+    return [1 + drafts for drafts in accumulate(accumulate(accepted, mul))]
 
 
 def _row_cost(rows: int, costs: Mapping[int, float]) -> float:

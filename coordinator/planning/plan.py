@@ -92,7 +92,13 @@ class ModelCosts:
     last_stage_needs_embed: bool = False
     first_layers: int = 1
     launches: float = 1.0
-    """Launches of a layer, as a multiple of those of a layer of Qwen3.5."""
+    """Launches of a layer, as a multiple of those that `NodeSpec.layer_seconds` are for."""
+    accepted: tuple[float, ...] = ()
+    """The share of each draft that is right after right ones. A window has at most as many drafts."""
+
+    def draft_time(self, node: NodeSpec) -> float:
+        """Return the seconds of one step of the MTP head on `node`, which is a layer and lm_head; 0 without a head."""
+        return self.draft_seconds / node.speed + node.layer_seconds * self.launches * (self.draft_seconds > 0)
 
 
 @dataclass(frozen=True)
@@ -330,10 +336,10 @@ class _Costs:
 
     def _ticks(self, node: NodeSpec) -> Array:
         scale = _TICKS / node.speed
-        ends = self.model.lm_head_seconds + self.workload.draft_depth * self.model.draft_seconds
+        drafts = self.workload.draft_depth * self.model.draft_time(node)
         fixed = node.layer_seconds * self.model.launches * _TICKS
         ticks = self.sums([np.rint(layer.seconds * scale + fixed) for layer in self.model.layers])
-        ticks[:, -1] += np.rint(ends * scale)
+        ticks[:, -1] += np.rint(self.model.lm_head_seconds * scale + drafts * _TICKS)
         return ticks + self._nothing()
 
     def sums(self, values: Sequence[float] | Array) -> Array:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from coordinator.planning.capacity import plan_capacity
-from coordinator.planning.chips import GB_SPEED, LAYER_SECONDS
+from coordinator.planning.chips import GB_SPEED, chip_speed, layer_seconds
 from coordinator.planning.groups import ONE_MACHINE, Planning, plan_machines, predict_plans
 from coordinator.planning.plan import NodeSpec, Plan
 from mtp.checkpoint.hub.known_repos import KNOWN, KnownRepo
@@ -60,10 +60,10 @@ class Recommendation:
 
 
 def joined_spec(name: str, memory_limit: int, bytes_per_second: float | None, chip: str) -> NodeSpec:
-    """Return the machine that a worker has measured."""
-    speed = (bytes_per_second or GB_SPEED * 1e9) / 1e9 / GB_SPEED
-    fixed = LAYER_SECONDS if chip.startswith("Apple") else 0.0
-    return NodeSpec(name, memory_limit, speed, layer_seconds=fixed)
+    """Return a joined machine. The speed of a Mac is at least its chip's: a busy machine measures less."""
+    measured = bytes_per_second or GB_SPEED * 1e9
+    speed = max(measured, chip_speed(chip, memory_limit) or 0.0) / 1e9 / GB_SPEED
+    return NodeSpec(name, memory_limit, speed, layer_seconds=layer_seconds(chip))
 
 
 def recommendations(specs: Sequence[NodeSpec]) -> list[Recommendation]:

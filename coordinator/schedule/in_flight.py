@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from statistics import median
 
 from coordinator.drafts.averages import DraftResult, Shape, StepCost
 from proto.control import Rollback
@@ -110,8 +112,8 @@ class LastWindow:
     frame: int | None = None
 
 
-OVERHEAD_STEPS = 4
-"""Steps. Time constant of the averages of the time between and around the stages."""
+OVERHEAD_STEPS = 7
+"""Steps. The time between and around the stages is the median of this many, so that one long frame does not count."""
 
 
 class StepTimer:
@@ -119,14 +121,15 @@ class StepTimer:
 
     The cost of a step is the time from token to token. The timer splits it into the stages' own times, which depend on
     the shape, and an overhead, which does not: hops, queues and the coordinator. The stages' times come with each
-    frame. The overhead is averaged over the frames that show it.
+    frame. The overhead is the median of the newest frames that show it.
     """
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._pass_overhead: float | None = None  # of a pass through an empty pipeline
-        self._cycle_overhead: float | None = None
-        """Overhead of a cycle of a full pipeline, in which each micro-batch returns once."""
+        self._pass_overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
+        """Overheads of the newest passes through an empty pipeline."""
+        self._cycle_overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
+        """Overheads of the newest cycles of a full pipeline, in which each micro-batch returns once."""
 
     def measure_step(
         self,
@@ -157,8 +160,8 @@ class StepTimer:
         if record.continues:
             return StepCost(interval, stages=stages)
         if full:
-            return StepCost(modelled_cycle + (self._cycle_overhead or 0.0), stages=stages)
-        seconds = modelled_pass + (self._pass_overhead or 0.0)
+            return StepCost(modelled_cycle + median(self._cycle_overheads or [0.0]), stages=stages)
+        seconds = modelled_pass + median(self._pass_overheads or [0.0])
         return StepCost(seconds, interval if record.speculative else 0.0, stages)
 
     def _record_overheads(
@@ -173,17 +176,13 @@ class StepTimer:
         # The first window of a run in a filled pipeline meets only windows that the stages skip.
         first = record.fill > 1 and not record.alone and not record.speculative
         if (empty and record.alone) or (first and not record.continues):
-            since = (not first and before.returned_at) or record.sent_at
-            self._pass_overhead = _average(self._pass_overhead, now - since - modelled_pass)
+            # A prompt chunk after the window before is no part of a step's cost.
+            next_to = not first and before.frame == record.number - 1
+            since = before.returned_at if next_to else record.sent_at
+            self._pass_overheads.append(max(0.0, now - since - modelled_pass))
         # Prompt chunks between the micro-batches make a cycle longer, and are no part of a step's cost.
         last = before.frame
         cycled = last is not None and record.number - last == record.micro_batches
         if record.micro_batches == self._stages > 1 and cycled:
             cycle = now - before.returned_at
-            self._cycle_overhead = _average(self._cycle_overhead, cycle - modelled_cycle)
-
-
-def _average(before: float | None, sample: float) -> float:
-    """Return the moving average of overheads, which are never negative."""
-    sample = max(0.0, sample)
-    return sample if before is None else before + (sample - before) / OVERHEAD_STEPS
+            self._cycle_overheads.append(max(0.0, cycle - modelled_cycle))

@@ -481,7 +481,8 @@ class Scheduler:
     def _first_depth(self) -> int:
         """Return the number of drafts to request with the first token, so that speculative windows start at once."""
         decoding = 1 + sum(1 for s in self.running.values() if s.decoding)
-        return self.controller.choose_shape(1, self._fill(decoding)).depth
+        fill = self._fill(decoding)
+        return self.controller.shape_in_use(1 if fill > 1 else -(-decoding // self.stages), fill).depth
 
     # ---- operations of the next header
 

@@ -14,7 +14,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.answers.stored_answers import UnknownAnswerError
 from coordinator.dialects.ollama import utc_time
+from coordinator.planning.chips import chip_speed
 from coordinator.planning.recommend import joined_spec, recommendations
 from coordinator.prompts.request_settings import TAG, check_model
 from coordinator.serve.client_settings import AGENTS, Endpoint, other_clients
@@ -23,10 +25,11 @@ from coordinator.text.tokenizer import ModelInfo
 from coordinator.trust.client_access import ClientAccess, Invitation
 from coordinator.trust.keys import is_own_connection
 from coordinator.web.access import check_origin
-from coordinator.web.context import Api, api_of
+from coordinator.web.context import Api, api_of, client_of
 from coordinator.web.live_feed import feed_of
 from coordinator.web.model_catalog import ModelLoader
 from coordinator.web.request_body import Body, read_body, require_json
+from mtp.checkpoint.hub.resolve import free_bytes
 from proto.errors import AccessError, ClusterError, NotReadyError
 
 log = logging.getLogger(__name__)
@@ -114,10 +117,10 @@ cluster_router = APIRouter(prefix="/v1/cluster")
 
 @cluster_router.get("/models")
 async def cluster_models(request: Request) -> Response:
-    """List the models on this machine, and the name of the served one."""
+    """List the models on this machine, the name of the served one, and the free bytes of the disk of downloads."""
     found = await _loader_of(request).list_models()
-    served = api_of(request).model.id
-    return JSONResponse({"served": served, "models": [asdict(one) for one in found]})
+    served, free = api_of(request).model.id, await asyncio.to_thread(free_bytes)
+    return JSONResponse({"served": served, "free_bytes": free, "models": [asdict(one) for one in found]})
 
 
 @cluster_router.post("/invitations")
@@ -162,17 +165,29 @@ async def _inviter(request: Request) -> Callable[[], Invitation]:
     return api.invite
 
 
+@cluster_router.post("/requests/{answer_id}/stop")
+async def stop_request(request: Request, answer_id: str) -> Response:
+    """Stop a request of any client. Its answer ends with an error, and a stored answer as a cancelled one."""
+    require_json(request)
+    stop = api_of(request).metrics.request_log.stops.get(answer_id)
+    if stop is None:
+        raise UnknownAnswerError(f"{answer_id!r:.80}: not found. The request has ended.")
+    log.info("request stopped", extra={"request_id": answer_id, "by": client_of(request)})
+    stop()
+    return JSONResponse({"id": answer_id})
+
+
 @cluster_router.get("/recommendations")
 async def recommendations_of(request: Request) -> Response:
-    """Return the published models that fit the machines of the cluster, the largest first."""
-    nodes = api_of(request).status.status().nodes
-    specs = [
-        joined_spec(n.name, n.memory_limit, n.bytes_per_second, n.chip)
-        for n in nodes
-        if n.memory_limit and n.health != "refused"
-    ]
+    """Return the published models that fit the machines of the cluster, the largest first.
+
+    `measured` names the machines whose speed does not follow from their chip.
+    """
+    nodes = [(n, n.memory_limit) for n in api_of(request).status.status().nodes if n.health != "refused"]
+    specs = [joined_spec(n.name, limit, n.bytes_per_second, n.chip) for n, limit in nodes if limit]
+    measured = [n.name for n, limit in nodes if limit and chip_speed(n.chip, limit) is None]
     found = await asyncio.to_thread(recommendations, specs) if specs else []
-    return JSONResponse({"models": [asdict(one) for one in found]})
+    return JSONResponse({"models": [asdict(one) for one in found], "measured": measured})
 
 
 PLACE = "~/mtp-settings"

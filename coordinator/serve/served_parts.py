@@ -86,6 +86,7 @@ def served_model(model: OpenedModel) -> ServedModel:
         prefix_cache=not options.no_prefix_cache,
         share_weights=options.share_weights,
         parallel=options.parallel,
+        fixed_depth=model.mode.depth,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from itertools import islice
 from typing import Literal
@@ -52,13 +52,20 @@ MAX_SHOWN = 50
 
 @dataclass
 class RequestRecord:
-    """One request, open while `seconds` is None and `outcome` empty. Times are seconds, `began_at` since 1970."""
+    """One request, open while `seconds` is None and `outcome` empty. Times are seconds, `began_at` since 1970.
+
+    `client` names the program and its key or address. `id` is that of the answer, empty until its prompt is read.
+    `prompt_done` of `prompt_tokens` are computed or cached.
+    """
 
     number: int
     endpoint: str
     began_at: float
+    client: str = ""
+    id: str = ""
     tokens: int = 0
     prompt_tokens: int = 0
+    prompt_done: int = 0
     cached_tokens: int = 0
     first_token: float | None = None
     seconds: float | None = None
@@ -71,19 +78,22 @@ class RequestLog:
     def __init__(self) -> None:
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
         self.ended = 0
+        self.stops: dict[str, Callable[[], None]] = {}
+        """The functions that stop open requests, by the id of the answer."""
         self._begun = 0
         self._open: dict[int, RequestRecord] = {}
 
-    def begin_request(self, endpoint: str, at: float) -> RequestRecord:
+    def begin_request(self, endpoint: str, at: float, client: str = "") -> RequestRecord:
         """Add an open request."""
         self._begun += 1
-        record = self._open[self._begun] = RequestRecord(self._begun, endpoint, round(at, 2))
+        record = self._open[self._begun] = RequestRecord(self._begun, endpoint, round(at, 2), client)
         return record
 
     def end_request(self, record: RequestRecord, outcome: str, seconds: float) -> None:
         """Move a request to the ended ones."""
         record.outcome, record.seconds = outcome, round(seconds, 3)
         del self._open[record.number]
+        self.stops.pop(record.id, None)
         self.recent.append(record)
         self.ended += 1
 
@@ -205,13 +215,12 @@ class EventLog:
         if not status.ready or (status.epoch == before.epoch and before.ready):
             return []
         machines = sum(bool(node.span) for node in status.nodes)
-        text = f"Plan {status.epoch} serves on {machines} machine{'s' * (machines != 1)}"
+        serves = "1 machine serves" if machines == 1 else f"{machines} machines serve"
         if self._failed_at is None:
-            return [ClusterEvent(at, "plan", text)]
+            return [ClusterEvent(at, "plan", serves)]
         seconds, self._failed_at = at - self._failed_at, None
         cause = f"Recovered from the loss of {', '.join(self._lost)}" if self._lost else "Recovered"
-        text = f"{cause}: plan {status.epoch} serves"
-        return [ClusterEvent(at, "recovery", text, seconds)]
+        return [ClusterEvent(at, "recovery", f"{cause}: {serves}", seconds)]
 
 
 def _node_events(before: dict[str, NodeStatus], status: ClusterStatus, at: float) -> list[ClusterEvent]:

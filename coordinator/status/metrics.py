@@ -80,13 +80,18 @@ class Metrics(Collector):
 class RequestMeter:
     """The measurement of one HTTP request, from construction to `end`."""
 
-    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+    def __init__(self, metrics: Metrics, endpoint: str, client: str = "") -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._began = metrics.clock()
         self._last: dict[int, float] = {}
-        self.record = metrics.request_log.begin_request(endpoint, time.time())
+        self.record = metrics.request_log.begin_request(endpoint, time.time(), client)
         metrics.open_requests.inc()
+
+    def allow_stop(self, answer_id: str, stop: Callable[[], None]) -> None:
+        """Let people stop the request by the id of its answer."""
+        self.record.id = answer_id
+        self._metrics.request_log.stops[answer_id] = stop
 
     def record_tokens(self, choice: int, count: int) -> None:
         """Record the arrival of `count` tokens of the choice with index `choice`."""

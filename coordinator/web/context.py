@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from coordinator.text.tokenizer import ModelInfo, Tokenizer, pack_vocabulary
 from coordinator.trust.client_access import ClientAccess, Invitation
 from coordinator.trust.keys import KeyRing
 from coordinator.web.model_catalog import ModelFacts, ModelLoader
+from proto.announcement import is_loopback
 from proto.errors import CapacityError
 
 log = logging.getLogger(__name__)
@@ -167,3 +169,16 @@ def client_of(request: Request) -> str:
     if name := getattr(request.state, "key_name", ""):
         return f"key {name}"
     return "" if request.client is None else f"address {request.client.host}"
+
+
+PROGRAM = re.compile(r"[\w.+-]{1,40}(/[a-z][\w.-]{0,40})?", re.ASCII | re.IGNORECASE)
+"""The name of a program in `User-Agent`, such as `claude-cli` or `OpenAI/Python`, without its version."""
+
+
+def describe_client(request: Request) -> str:
+    """Return for people the program of a request, and its key's name or its address on another machine."""
+    found = PROGRAM.match(request.headers.get("user-agent", ""))
+    program = found[0].replace("Mozilla", "browser") if found else ""
+    host = request.client.host if request.client else ""
+    who = getattr(request.state, "key_name", "") or ("" if is_loopback(host) else host)
+    return ", ".join(filter(None, (program, who)))

@@ -83,6 +83,7 @@ def take(browser: Browser, url: str, name: str, view: str, scheme: str, width: i
             page.check("input[name=tint]")
     if view == "models":
         watched.show("models")
+        page.wait_for_selector(".fitting .model-row")
     watched.show(view)
     page.wait_for_timeout(4000)
     save(watched, name)

@@ -113,6 +113,8 @@ def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Clus
     """Machines in pipeline order with their layers, GDN and attention told apart, and the head on the last."""
     page = opened.page
     page.wait_for_selector(".machine")
+    expect(page.locator(".machine .wire").first).to_be_hidden()
+    page.get_by_role("button", name="Details").click()
     names = page.locator(".machine b").first.inner_text(), page.locator(".machine").nth(1)
     assert names[0] in {worker.name for worker in cluster.workers}
     assert "to the coordinator" in names[1].inner_text()
@@ -121,7 +123,7 @@ def test_the_cluster_is_drawn_over_the_layers(opened: WatchedPage, cluster: Clus
     assert page.locator(".strip .layer.a").count() == 2
     assert page.locator(".strip .span:last-child .layer.head").count() == 1
     assert "weights" in page.locator(".mem-legend").first.inner_text()
-    assert "2 stages" in page.locator("#view-cluster .card-head").first.inner_text()
+    assert "2 stages" in page.locator("#view-cluster p.technical").first.inner_text()
     kind = "fused" if sys.platform == "linux" else "reference"
     assert kind in page.locator(".machine .facts").first.inner_text()
     for link in page.locator(".machine .wire").all_inner_texts():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,8 +106,8 @@ def test_the_figures_of_a_machine_are_those_of_the_coordinator(opened: WatchedPa
     slow = replace(status.nodes[1], health="ready", stage_ms=9.0, busy=1.0)
     client.status.status = lambda: replace(status, nodes=(busy, slow))  # type: ignore[method-assign]
     machines = opened.page.locator(".machine")
-    expect(machines.nth(0)).to_contain_text("computed 25 % of the last 10 s")
-    expect(machines.nth(1)).to_contain_text("computed 100 % of the last 10 s")
+    expect(machines.nth(0).locator(".stage-time b")).to_have_text("25 %")
+    expect(machines.nth(1).locator(".stage-time b")).to_have_text("100 %")
     shares = re.findall(r"(\d+) %", opened.page.inner_text("#view-cluster"))
     assert all(int(share) <= 100 for share in shares)
 
@@ -161,6 +163,13 @@ def answer_with(page: Page, path: str, *contents: Json) -> list[Any]:
     return sent
 
 
+COUNT_SHIFTS = """() => {
+    window.shifts = 0;
+    const count = (list) => { for (const entry of list.getEntries()) window.shifts += entry.value; };
+    new PerformanceObserver(count).observe({ type: "layout-shift" });
+}"""
+"""A script that adds up how far elements move."""
+
 FITTING = Recommendation(
     "qwen3.8:27b",
     "own/27B-4bit",
@@ -178,15 +187,25 @@ FITTING = Recommendation(
 )
 
 
-def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
-    """Its row has the predicted speeds and the progress of its repo. Without such a model there is no card."""
+def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage, client: ApiClient) -> None:
+    """Its row has the predicted speeds and the progress of its repo. Nothing moves while the view is filled.
+
+    Other machines get other predictions. Without a model that fits there is no card.
+    """
     page = opened.page
-    answer_with(page, "/v1/cluster/models", {"served": "tiny", "models": []})
-    answer_with(page, "/v1/cluster/recommendations", {"models": [asdict(FITTING)]}, {"models": []})
+    answer_with(page, "/v1/cluster/models", {"served": "tiny", "models": [], "free_bytes": 30_000_000_000})
+    large = replace(FITTING, name="large", download=40_000_000_000)
+    found = {"models": [asdict(FITTING), asdict(large)], "measured": ["mac-1"]}
+    asked = answer_with(page, "/v1/cluster/recommendations", found, {"models": [], "measured": []})
+    page.evaluate(COUNT_SHIFTS)
     half = {"phase": "downloading", "model": FITTING.repo, "done": 1, "total": 2, "error": ""}
     sent = answer_with(page, "/v1/models/load", half, half, {**half, "phase": "ready"})
     opened.show("models")
-    row = page.locator(".fitting .model-row")
+    expect(page.locator(".fitting .model-row", has_text="large")).to_contain_text("the disk is too full")
+    expect(page.locator("#view-models")).to_contain_text("30.0 GB free on its disk")
+    expect(page.locator("#view-models")).to_contain_text("That of mac-1 follows from a measurement")
+    assert page.evaluate("window.shifts") == 0
+    row = page.locator(".fitting .model-row", has_text=FITTING.name)
     for text in (
         "recommended",
         "15.4 GB in memory, 20.0 GB to download",
@@ -201,6 +220,12 @@ def test_a_model_that_fits_is_downloaded_and_used(opened: WatchedPage) -> None:
     expect(row).to_contain_text("It is in use now.")
     assert sent[0] == {"model": "own/27B-4bit"}
     opened.show("connect")
+    opened.show("models")
+    status = client.status.status()
+    client.status.status = lambda: replace(status, nodes=status.nodes[:1])  # type: ignore[method-assign]
+    opened.show("cluster")
+    expect(page.locator(".others .other")).to_have_count(0)
+    assert len(asked) == 1
     opened.show("models")
     expect(page.get_by_text("Fits your machines")).to_be_hidden()
 
@@ -497,6 +522,49 @@ def test_two_tabs_share_their_chats(opened: WatchedPage, client: ApiClient) -> N
     assert "Second" not in stored_titles(two)
 
 
+def test_chats_are_renamed_found_and_saved(opened: WatchedPage, client: ApiClient) -> None:
+    """A new title is text, and it stays when another tab stores the answer that it was waiting for."""
+    one = opened.page
+    opened.ask("First")
+    one.click("button.wide:has-text('New chat')")
+    opened.ask("Second")
+    two = one.context.new_page()
+    two.goto(one.url)
+    two.click("#tab-chat")
+    titles, head = ".conversations .title", ".thread-head h3"
+    client.generator.hang_after = 1
+    begin(two, "More")
+    one.get_by_role("button", name="Rename this chat").click()
+    one.keyboard.type("<b>Trees</b>/..")
+    one.keyboard.press("Enter")
+    expect(two.locator(head)).to_have_text("<b>Trees</b>/..")
+    two.keyboard.press("Escape")
+    expect(two.locator(".answer-figures").last).to_contain_text("Stopped.")
+    expect(one.locator(".bubble")).to_have_text(["Second", "More"])
+    for page in (one, two):
+        expect(page.locator(titles)).to_have_text(["<b>Trees</b>/..", "First"])
+        expect(page.locator(head)).to_have_text("<b>Trees</b>/..")
+    one.get_by_role("button", name="Rename this chat").click()
+    one.keyboard.type("No")
+    one.keyboard.press("Escape")
+    expect(one.locator(head)).to_have_text("<b>Trees</b>/..")
+    one.fill("[type=search]", "MORE")
+    expect(one.locator(titles)).to_have_text(["<b>Trees</b>/.."])
+    one.fill("[type=search]", "nowhere")
+    expect(one.locator(".conversations")).to_have_text("No chat has this text.")
+    saved = {}
+    for name in ("this chat as Markdown", "this chat as JSON", "all chats as JSON"):
+        with one.expect_download() as download:
+            one.get_by_role("button", name=f"Save {name}").click()
+        saved[download.value.suggested_filename] = Path(download.value.path()).read_text()
+    assert saved.keys() == {"b-Trees-b.md", "b-Trees-b.json", "mtp-cluster-chats.json"}
+    assert saved["b-Trees-b.md"].startswith(
+        "# <b>Trees</b>/..\n\n## Question\n\nSecond\n\n## Answer\n\n> hm\n\nHello\n\n"
+    )
+    assert [message["role"] for message in json.loads(saved["b-Trees-b.json"])["messages"]] == ["user", "assistant"] * 2
+    assert len(json.loads(saved["mtp-cluster-chats.json"])) == 2
+
+
 def test_steps_that_overlap_count_once(opened: WatchedPage) -> None:
     """The share of time is the part of the lane that is drawn, as a machine begins a step before another ends."""
     share = opened.page.evaluate(
@@ -533,9 +601,15 @@ def test_figures_agree_and_say_what_to_do(opened: WatchedPage, client: ApiClient
     drafts = page.locator(".figure:has-text('Drafts accepted')")
     expect(drafts).to_contain_text("67 %")
     expect(drafts).to_contain_text("120 of 180")
-    cells = page.locator(".requests tbody tr td")
-    expect(cells.nth(2)).to_have_text(re.compile(r"^\d+$"))
-    expect(cells.nth(5)).to_contain_text("s")
+    row = page.locator(".requests tbody tr")
+    expect(row).to_contain_text("browser")
+    expect(row).to_have_text(re.compile(r"\d+ tokenswaited [\d.]+ m?s.*answering"))
+    page.once("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Stop").click()
+    expect(row).to_contain_text("stopped")
+    assert len(generator.cancelled) == 1
+    expect(row.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(page.locator(".message.assistant")).to_contain_text("The request was stopped on the page of the server.")
     expect(page.locator(".other .why")).to_have_text("Lost: connection refused. Start mtp-worker on it again.")
     opened.show("inside")
     page.wait_for_selector("table th:has-text('Draft 1')")

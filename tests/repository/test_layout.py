@@ -49,8 +49,8 @@ mtp.sampling: proto
 mtp.vision: mtp.checkpoint.format mtp.layers proto
 worker: mtp proto proto.terminal worker.node
 worker.cache: mtp.head mtp.layers mtp.sampling proto
-worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.terminal worker.cache
-    worker.disk worker.model
+worker.engine: mtp mtp.checkpoint.format mtp.head mtp.layers proto proto.rpc proto.terminal
+    worker.cache worker.disk worker.model
 worker.disk: proto
 worker.fetch: mtp.checkpoint.format mtp.checkpoint.hub proto proto.rpc proto.terminal worker.engine
 worker.model: mtp mtp.checkpoint.format mtp.head mtp.layers mtp.layers.cuda

@@ -17,11 +17,16 @@ from pathlib import Path
 import mlx.core as mx
 
 from mtp.layers.communicator import GroupCommunicator
+from proto.announcement import parse_address
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
+from proto.rpc.meeting import accept_callers, call_until_accepted
 
 JOIN_SECONDS = 30.0
 """Seconds. Bound of the wait for the other members, which start at the same time."""
+
+LISTEN_SECONDS = 0.05
+"""Seconds after which the other members listen for the last one in MLX. They have begun to join."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,33 @@ class GroupSpec:
         return rank | {"MLX_WORLD_SIZE": size, "NCCL_HOST_IP": host.strip("[]"), "NCCL_PORT": port}
 
 
+def await_members(spec: GroupSpec) -> None:
+    """Wait until all members of a ring are here. Raises NotReadyError after JOIN_SECONDS.
+
+    In MLX's ring the last member connects first, and then the others. One that is refused sleeps for 1 s, then 2 s and
+    4 s, and holds Python's lock. So the last member waits, where it will listen, for a connection of each other one.
+    """
+    address, due = parse_address("--direct", spec.hosts[-1]), time.monotonic() + JOIN_SECONDS
+    try:
+        if spec.rank == len(spec.hosts) - 1:
+            accept_callers(address, spec.rank, due)
+            time.sleep(LISTEN_SECONDS)
+        else:
+            call_until_accepted(address, due)
+    except OSError as error:
+        raise NotReadyError(
+            f"the members of the group {', '.join(spec.hosts)} did not meet in {JOIN_SECONDS:g} s: {error}. "
+            "Check the direct links of these machines."
+        ) from error
+
+
 def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
     """Join the group and return the communicator. Raises NotReadyError if it cannot be formed.
 
     Blocks until all members have come, and ends the process after JOIN_SECONDS. It can join no other group later.
     """
+    if spec.backend is Backend.ring:
+        await_members(spec)
     try:
         with tempfile.TemporaryDirectory() as folder:
             os.environ |= spec.environment(Path(folder) / "group.json")

@@ -122,7 +122,7 @@ class EngineHost:
         group: GroupCommunicator | None = None
         if spec.group is not None:
             # First, because MLX holds Python's lock until all members have come, and no status is sent meanwhile.
-            expect(JOIN_SECONDS)
+            expect(2 * JOIN_SECONDS)
             group = join_group(spec.group, exact=options.exact)
             expect(PART_SECONDS)
         communicator: Communicator = group or ALONE

@@ -2,7 +2,7 @@
 
 A collective can wait without end for a member that is lost, and MLX cannot leave a group. So the stage of a group runs
 in a process of its own, which can be killed. It serves the same calls as a worker, at a port of its own. The worker
-keeps a spare process, which has done its imports.
+keeps spare processes, which have done their imports.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ START_SECONDS = 60.0
 END_SECONDS = 10.0
 """Seconds. Bound of the end of a killed process, which a GPU driver may keep longer."""
 
-SPARE_SECONDS = 5.0
-"""Seconds from the start of a member process to that of the spare one. The first measures its link before."""
+SPARES = 2
+"""Spare processes of a worker. On busy CPUs the imports of one take up to 9 s, in which a second failure may come."""
+
+SPARE_SECONDS = 3.0
+"""Seconds from the start of a member process to that of a spare one. The first measures its link before."""
 
 PROGRAM = (
     sys.executable,

@@ -35,7 +35,7 @@ from worker.engine.host import EngineHost, LoadedStage, StageSpec
 from worker.engine.stage_state import UNLIMITED, Budget
 from worker.fetch.fill import SpanCopy
 from worker.node.binding import Binding, Place, Traffic
-from worker.node.member import END_SECONDS, SPARE_SECONDS, MemberProcess
+from worker.node.member import END_SECONDS, SPARE_SECONDS, SPARES, MemberProcess
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +187,8 @@ class WorkerNode:
         """A marker of the current load. An older load that finds another marker ends."""
         self.member: MemberProcess | None = None
         """The process that holds this worker's part of a group's stage."""
-        self._spare: MemberProcess | None = None
-        """The next such process, while this worker is leased and was a member."""
+        self._spares: list[MemberProcess] = []
+        """The next such processes, the oldest first, while this worker is leased and was a member."""
         self._background = BackgroundTasks()
         self._ending: asyncio.Task[None] | None = None
         """The end of the process before it, whose memory the next one needs."""
@@ -230,9 +230,8 @@ class WorkerNode:
         self.released.set()
         self.epoch = 0  # every coordinator counts its own epochs
         self._end_plan()
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
-            self._background.spawn(spare.stop())
+        while self._spares:
+            self._background.spawn(self._spares.pop().stop())
 
     def _end_plan(self) -> None:
         self._loading = None
@@ -277,28 +276,28 @@ class WorkerNode:
         self._become(pb.WORKER_STATE_IDLE)
         loading = self._loading = object()
         await self._wait_for_end()
-        member, self._spare = self._spare, None
-        if member is None or not member.running:
-            member = await MemberProcess.spawn(self.identity.member_flags)
+        self._spares = [spare for spare in self._spares if spare.running]
+        member = self._spares.pop(0) if self._spares else await MemberProcess.spawn(self.identity.member_flags)
         ready = await member.serve()
         if self._loading is not loading:
             await member.stop()
             raise StaleEpochError(f"plan {request.epoch} ended while its processes were starting")
         self.member = member
-        self._background.spawn(self._prepare_spare())
+        self._background.spawn(self._prepare_spares())
         log.info("process for a group started", extra={"port": ready.port})
         return ready
 
-    async def _prepare_spare(self) -> None:
-        """Start the process that replaces the present one, unless it is there or the group has ended."""
-        await asyncio.sleep(SPARE_SECONDS)
-        if self.member is None or self._spare is not None:
-            return
-        spare = await MemberProcess.spawn(self.identity.member_flags)
-        if self.lease is None or self._spare is not None:
-            await spare.stop()
-        else:
-            self._spare = spare
+    async def _prepare_spares(self) -> None:
+        """Start the processes that replace the present one, unless they are there or the group has ended."""
+        for _ in range(SPARES):
+            await asyncio.sleep(SPARE_SECONDS)
+            if self.member is None or len(self._spares) >= SPARES:
+                return
+            spare = await MemberProcess.spawn(self.identity.member_flags)
+            if self.lease is None or len(self._spares) >= SPARES:
+                await spare.stop()
+                return
+            self._spares.append(spare)
 
     async def load(self, request: pb.LoadRequest, on_progress: OnProgress) -> pb.LoadResult:
         """Load a stage, unless it is in memory, and return what was loaded. Ends the plan of the worker before.

@@ -16,7 +16,7 @@ const views = {
   cluster: new ClusterView(byId("view-cluster"), live),
   chat: new ChatView(byId("view-chat"), live),
   inside: new InsideView(byId("view-inside"), live),
-  models: new ModelsView(byId("view-models")),
+  models: new ModelsView(byId("view-models"), live),
   connect: new ConnectView(byId("view-connect"), live),
 };
 let shown = "";

@@ -1,6 +1,7 @@
 // The chat: conversations at the side, answers with their figures, the composer.
 
 import { Attachments, picture } from "./attachments.js";
+import { saveAll, saveJson, saveMarkdown } from "./chat_files.js";
 import { callAdmin, loadModel, sentence, whyNoAdmin } from "./admin.js";
 import { figuresOf, rateSoFar, streamAnswer } from "./completion.js";
 import { Conversations } from "./conversations.js";
@@ -11,9 +12,11 @@ import { Parameters } from "./parameters.js";
 
 const FRAME_MS = 80; // a stream is drawn at most this often
 const TITLE = 48;
+const LONGEST_TITLE = 200;
 const TINT = "mtp-tint";
 const LOST = "The connection to the coordinator was lost."; // instead of the browser's own words
 const CLOSED = "The page was closed before the answer ended.";
+const FULL = "The browser has no room for all chats. It forgets the oldest when this page is closed. Save them.";
 const WAITS = "This question is sent when the answer ends, or at once with Stop. Edit it to keep it here.";
 const LEAVING = ["pagehide", "visibilitychange"]; // a phone may end a hidden page without the first one
 const EXAMPLES = ["What does the function os.path.join do?", "Write a Python function that reverses a list.", "Explain in three sentences what a cache is.", "Give me five names for a small bakery."];
@@ -29,7 +32,12 @@ export class ChatView {
     this.tint.checked = localStorage.getItem(TINT) === "on";
     this.running = null;
     this.waiting = null; // the conversation whose next question is in the field, entered during an answer
+    this.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search chats", oninput: () => this.drawList() });
     this.list = h("ul", { class: "conversations" });
+    this.title = h("h3", {});
+    const action = (text, name, run) => h("button", { class: "quiet", "aria-label": name, onclick: () => run(this.current) }, text);
+    this.head = h("div", { class: "thread-head" }, this.title, action("Rename", "Rename this chat", () => this.rename()),
+      action("Markdown", "Save this chat as Markdown", saveMarkdown), action("JSON", "Save this chat as JSON", saveJson));
     this.messages = h("div", { class: "messages", role: "log", "aria-label": "Conversation", "aria-live": "off", tabindex: "0" });
     this.announcement = h("p", { class: "hidden", role: "status" });
     this.input = h("textarea", { id: "chat-input", rows: 1, placeholder: "Ask anything", "aria-label": "Message", enterkeyhint: "send", onkeydown: (event) => this.onKey(event), oninput: () => { this.wait(null); this.fitInput(); } });
@@ -38,12 +46,13 @@ export class ChatView {
     this.modelNote = h("p", { class: "hint", role: "status" });
     this.attachments = new Attachments((problem) => setText(this.modelNote, problem), () => this.current.messages.reduce((sum, { images }) => sum + (images?.length ?? 0), 0));
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Conversations" },
-      h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.list,
-      h("p", { class: "hint" }, "Conversations stay in this browser."));
+      h("button", { class: "wide", onclick: () => this.startNew() }, "New chat"), this.search, this.list,
+      (this.storage = h("p", { class: "hint", role: "status" })),
+      h("button", { class: "quiet", "aria-label": "Save all chats as JSON", onclick: () => saveAll(this.kept()) }, "Save all"));
     root.append(
       h("h2", { class: "hidden" }, "Chat"),
       h("div", { class: "chat" }, this.sidebar,
-        h("div", { class: "thread" }, this.messages, this.announcement,
+        h("div", { class: "thread" }, this.head, this.messages, this.announcement,
           h("form", { class: "composer", novalidate: true, onsubmit: (event) => { event.preventDefault(); if (this.running) this.stop(); else this.submit(); } },
             this.modelNote, this.attachments.strip, this.attachments.file, h("div", { class: "options" }, this.model, this.attachments.button, this.parameters.button, h("label", { class: "check" }, this.tint, "Show drafts")), h("div", { class: "compose-row" }, this.input, this.send))),
         this.parameters.element));
@@ -129,11 +138,49 @@ export class ChatView {
     if (!this.running && this.current.saved !== this.shown) this.drawMessages();
   }
 
+  // The conversations with a question.
+  kept() {
+    return this.conversations.list.filter((one) => one.messages.length);
+  }
+
+  // Shows the conversations whose title or texts contain what is searched.
   drawList() {
-    const kept = this.conversations.list.filter((one) => one.messages.length);
-    this.list.replaceChildren(...kept.map((one) => h("li", { class: one === this.current ? "current" : "" },
-      h("button", { class: "title", "aria-current": one === this.current ? "true" : null, onclick: () => this.open(one.id) }, one.title),
-      one.messages.length > 0 && h("button", { class: "icon small", "aria-label": `Delete: ${one.title}`, onclick: () => this.remove(one.id) }, "×"))));
+    const wanted = this.search.value.trim().toLowerCase();
+    const found = this.kept().filter((one) => [one.title, ...one.messages.map(({ content }) => content)].some((text) => text.toLowerCase().includes(wanted)));
+    this.list.replaceChildren(...found.map((one) => h("li", { class: one === this.current ? "current" : "" },
+      h("button", { class: "title", title: one.title, "aria-current": one === this.current ? "true" : null, onclick: () => this.open(one.id) }, one.title),
+      h("button", { class: "icon small", "aria-label": `Delete: ${one.title}`, onclick: () => this.remove(one.id) }, "×"))));
+    if (wanted && !found.length) this.list.append(h("li", { class: "hint" }, "No chat has this text."));
+    this.drawHead();
+  }
+
+  drawHead() {
+    setText(this.storage, this.conversations.isFull ? FULL : "Conversations stay in this browser.");
+    this.storage.classList.toggle("error", this.conversations.isFull);
+    const { title, messages } = this.current;
+    this.head.hidden = !messages.length;
+    setText(this.title, messages.length ? title : "");
+  }
+
+  // Replaces the title by a field, until Enter, Escape or another place has the focus.
+  rename() {
+    const conversation = this.current;
+    const input = h("input", { value: conversation.title, maxlength: LONGEST_TITLE, "aria-label": "Title of this chat" });
+    const end = (event) => {
+      if (event.key && (event.isComposing || !["Enter", "Escape"].includes(event.key))) return;
+      input.removeEventListener("blur", end); // which the next line causes
+      input.replaceWith(this.title);
+      const title = input.value.trim();
+      if (event.key === "Escape" || !title || title === conversation.title) return;
+      this.conversations.rename(conversation, title);
+      this.drawHead();
+      const row = this.list.querySelector(".current"); // the others stay, because one of them may be clicked just now
+      if (row && conversation === this.current) setText(row.firstChild, title);
+    };
+    input.addEventListener("keydown", end);
+    input.addEventListener("blur", end);
+    this.title.replaceWith(input);
+    input.select();
   }
 
   drawMessages() {
@@ -236,7 +283,7 @@ export class ChatView {
   say(content, images = []) {
     if (this.running || !this.parameters.isValid()) return;
     const { messages } = this.current;
-    if (!messages.length) this.current.title = content.length > TITLE ? `${content.slice(0, TITLE)}…` : content;
+    if (!messages.length && !this.current.titled) this.current.title = content.length > TITLE ? `${content.slice(0, TITLE)}…` : content;
     messages.push({ role: "user", content, ...(images.length ? { images } : {}) });
     this.answer();
   }
@@ -293,6 +340,7 @@ export class ChatView {
     this.running = null;
     setText(this.send, "Send");
     this.conversations.save(conversation);
+    this.drawHead();
     this.conversations.held = null;
     this.shown = this.current.saved;
     if (!this.conversations.find(this.current.id)) this.open(this.conversations.list[0]?.id); // another tab removed it

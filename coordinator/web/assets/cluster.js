@@ -3,14 +3,15 @@
 import { sparkline } from "./charts.js";
 import { h, setText } from "./dom.js";
 import { bytes, clockTime, count, plural, rate, seconds, share } from "./format.js";
+import { RequestsTable } from "./requests.js";
 import { latest, points } from "./samples.js";
 
 const SPARK_SECONDS = 120;
-const REQUESTS = 12;
-const OUTCOMES = { stop: "done", length: "done, at the length limit", tool_calls: "done, with a tool call" };
+const DETAILED = "mtp-details";
 
 export class ClusterView {
   constructor(root, live) {
+    this.root = root;
     this.live = live;
     this.drawn = {};
     this.figures = h("div", { class: "figures" });
@@ -18,21 +19,28 @@ export class ClusterView {
     this.machines = h("ol", { class: "machines" });
     this.others = h("div", { class: "others" });
     this.events = h("ol", { class: "events" });
-    this.requests = h("tbody", {});
+    this.requests = new RequestsTable(live);
+    this.details = h("button", { class: "small", onclick: () => this.setDetailed(!this.root.classList.contains("detailed")) }, "Details");
     root.append(
       h("h2", { class: "hidden" }, "Cluster"),
       this.figures,
       h("section", { class: "card", "aria-labelledby": "pipeline-title" },
-        h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), (this.plan = h("span", { class: "hint" }))),
+        h("div", { class: "card-head" }, h("h3", { id: "pipeline-title" }, "Pipeline"), this.details),
         h("p", { class: "hint" }, "Each token passes these machines in order. Each machine holds a part of the model's layers."),
-        this.strip, layerLegend(), this.machines),
+        (this.model = h("p", { class: "hint" })), (this.plan = h("p", { class: "hint technical" })), this.strip, layerLegend(), this.machines),
       (this.othersCard = h("section", { class: "card", "aria-labelledby": "others-title", hidden: true },
         h("div", { class: "card-head" }, h("h3", { id: "others-title" }, "Machines that are not used")), this.others)),
-      (this.requestsCard = h("section", { class: "card", "aria-labelledby": "requests-title", hidden: true },
-        h("div", { class: "card-head" }, h("h3", { id: "requests-title" }, "Requests")),
-        h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "List of requests" }, h("table", { class: "plain requests" }, h("thead", {}, h("tr", {}, ["Began", "Kind", "Prompt tokens", "Answer tokens", "First token after", "Time", "State"].map((text, i) => h("th", { scope: "col", class: i > 1 && i < 6 ? "number" : "" }, text)))), this.requests)))),
+      this.requests.element,
       h("section", { class: "card", "aria-labelledby": "events-title" },
         h("div", { class: "card-head" }, h("h3", { id: "events-title" }, "Events")), this.events));
+    this.setDetailed(localStorage.getItem(DETAILED) === "on");
+  }
+
+  // Shows or hides the figures for which one needs to know how the cluster works.
+  setDetailed(detailed) {
+    this.root.classList.toggle("detailed", detailed);
+    this.details.setAttribute("aria-expanded", String(detailed));
+    localStorage.setItem(DETAILED, detailed ? "on" : "off");
   }
 
   update() {
@@ -44,8 +52,9 @@ export class ClusterView {
     this.draw("strip", [status.architecture, stages.map((n) => [n.name, n.span, n.health])], () => drawStrip(this.strip, status, stages));
     this.draw("machines", [stages.map((node) => ({ ...node, bytes_in: 0, bytes_out: 0 }))], () => this.machines.replaceChildren(...stages.map((node, i) => machine(node, i, stages))));
     this.draw("others", others, () => this.drawOthers(others, status));
-    this.draw("requests", [this.live.openRequests, this.live.openRequests.length && Math.floor(this.live.now()), this.live.endedRequests.at(-1)?.number ?? 0], () => this.drawRequests());
+    this.requests.update();
     this.draw("events", this.live.events.at(-1) ?? null, () => this.drawEvents());
+    setText(this.model, modelLine(status, stages));
     setText(this.plan, planLine(status, stages));
   }
 
@@ -62,7 +71,7 @@ export class ClusterView {
     const to = history.at(-1)?.[0] ?? 0;
     const age = to - (history[0]?.[0] ?? to);
     const range = { from: to - Math.min(SPARK_SECONDS, Math.max(SPARK_SECONDS / 4, age)), to };
-    const recent = (field) => points(history.slice(-SPARK_SECONDS), field);
+    const recent = (field) => points(history.filter(([at]) => at >= range.from), field);
     const [accepted, drafted] = [status.accepted_by_position, status.drafted_by_position].map((counts) => counts.reduce((a, b) => a + b, 0));
     const kv = status.kv_limit ? status.kv_tokens / status.kv_limit : 0;
     this.draw("figures", [history.at(-1), status.tokens_per_second, status.running, status.waiting, status.kv_tokens, status.ready], () => this.figures.replaceChildren(
@@ -70,25 +79,15 @@ export class ClusterView {
       figure("Drafts accepted", drafted ? share(accepted / drafted) : "–", drafted ? `${count(accepted)} of ${count(drafted)}` : DRAFTING[status.mtp] ?? `drafting: ${status.mtp} a step`, sparkline(recent("acceptance"), { ...range, max: 1 })),
       figure("Wait for the first token", seconds(latest(history, "first50")), `95 % below ${seconds(latest(history, "first95"))}`, sparkline(recent("first50"), range)),
       figure("Requests", count(status.running), `${limit(status.running_limit)}${count(status.waiting)} queued`, meter(status.running_limit ? status.running / status.running_limit : 0)),
-      figure("Memory for conversations", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens (K/V)`, meter(kv))));
+      figure("Memory for conversations", share(kv), `${count(status.kv_tokens)} of ${status.kv_limit === null ? "–" : count(status.kv_limit)} tokens`, meter(kv))));
   }
 
   drawOthers(others, status) {
     this.othersCard.hidden = !others.length;
     this.others.replaceChildren(...others.map((node) => h("div", { class: "other" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
-      h("span", { class: "hint" }, [node.address, node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`].filter(Boolean).join(" · ")),
+      h("span", { class: "hint" }, [node.address, node.chip].filter(Boolean).join(" · ")),
       h("span", { class: "why" }, whyUnused(node)))));
-  }
-
-  drawRequests() {
-    const rows = [...this.live.openRequests.toReversed(), ...this.live.endedRequests.toReversed()].slice(0, REQUESTS);
-    this.requestsCard.hidden = !rows.length;
-    this.requests.replaceChildren(...rows.map((one) => h("tr", {},
-      h("td", {}, clockTime(one.began_at)), h("td", {}, one.endpoint),
-      h("td", { class: "number" }, one.prompt_tokens ? count(one.prompt_tokens) : "–"), h("td", { class: "number" }, count(one.tokens)),
-      h("td", { class: "number" }, seconds(one.first_token)), h("td", { class: "number" }, seconds(one.seconds ?? Math.max(0, this.live.now() - one.began_at))),
-      h("td", {}, (OUTCOMES[one.outcome] ?? one.outcome) || (one.tokens ? "answering" : "waiting")))));
   }
 
   drawEvents() {
@@ -109,12 +108,14 @@ function limit(value) {
   return value === null ? "" : `of ${count(value)} · `;
 }
 
-function planLine(status, stages) {
-  const parts = [`plan ${status.epoch}`];
-  if (stages.length) parts.push(plural(stages.length, "stage"));
-  const model = status.architecture;
+function planLine({ epoch, architecture: model }, stages) {
+  return [`plan ${epoch}`, stages.length && plural(stages.length, "stage"), model && plural(model.layers.length, "layer")].filter(Boolean).join(" · ");
+}
+
+function modelLine({ architecture: model }, stages) {
+  const parts = stages.length ? [plural(stages.length, "machine")] : [];
   if (model) {
-    parts.push(plural(model.layers.length, "layer"), `${count(model.context)} tokens of context`);
+    parts.push(`${count(model.context)} tokens of context`);
     if (model.weight_bytes) parts.push(bytes(model.weight_bytes));
     if (model.quantization) parts.push(model.quantization);
     if (model.vision_bytes) parts.push("reads images");
@@ -131,7 +132,7 @@ function meter(part) {
 }
 
 function layerLegend() {
-  return h("p", { class: "layer-legend", "aria-hidden": "true" },
+  return h("p", { class: "layer-legend technical", "aria-hidden": "true" },
     h("span", {}, h("i", { class: "layer g" }), "GDN layer (linear attention)"), h("span", {}, h("i", { class: "layer a" }), "attention layer"), h("span", {}, h("i", { class: "layer head" }), "MTP head (drafts the next tokens)"));
 }
 
@@ -175,34 +176,29 @@ function machine(node, index, stages) {
     h("div", { class: "machine-head" },
       h("i", { class: "dot", "data-health": node.health }), h("b", {}, node.name),
       h("span", { class: "badge" }, layersText(node.span)),
-      bounds && h("span", { class: "badge warn", title: "The other machines wait for this one" }, "longest step")),
-    h("p", { class: "hint" }, [node.chip, node.bytes_per_second && `${bytes(node.bytes_per_second)}/s of memory`, node.address ?? "in the coordinator", node.pinned && `pinned to ${node.pinned}`].filter(Boolean).join(" · ")),
-    node.health === "loading" ? loading(node) : stageTime(node, longest),
+      bounds && h("span", { class: "badge warn technical", title: "The other machines wait for this one" }, "longest step")),
+    h("p", { class: "hint" }, [node.chip, node.address ?? "in the coordinator", node.failure_count && plural(node.failure_count, "recent failure")].filter(Boolean).join(" · ")),
+    node.health === "loading" ? loading(node) : busyTime(node),
     memory(node),
-    machineFacts(node),
-    h("p", { class: "hint wire" }, [
+    h("p", { class: "hint facts technical" }, [
+      node.stage_ms !== null && `step ${node.stage_ms.toFixed(node.stage_ms < 10 ? 2 : 1)} ms`,
+      node.layers && `layers: ${node.layers.split(";")[0]}`,
+      node.pinned && `pinned to ${node.pinned}`,
+      node.bytes_per_second && `memory read with ${bytes(node.bytes_per_second)}/s`,
+      node.ready_at !== null && `here since ${clockTime(node.ready_at)}`,
+      node.version,
+    ].filter(Boolean).join(" · ")),
+    h("p", { class: "hint wire technical" }, [
       next ? `to ${next.name}` : node.address && "to the coordinator",
       node.link_ms !== null && `${node.link_ms.toFixed(2)} ms a hop`,
       node.link_bytes_per_second && `${bytes(node.link_bytes_per_second)}/s possible`,
       node.bytes_out > 0 && `${bytes(node.bytes_in + node.bytes_out)} in all`,
-      node.failure_count && plural(node.failure_count, "recent failure"),
     ].filter(Boolean).join(" · ")));
 }
 
-function machineFacts(node) {
-  const facts = [
-    node.ready_at !== null && `here since ${clockTime(node.ready_at)}`,
-    node.layers && `layers: ${node.layers.split(";")[0]}`,
-    node.version,
-  ].filter(Boolean);
-  return facts.length ? h("p", { class: "hint facts" }, facts.join(" · ")) : null;
-}
-
-function stageTime(node, longest) {
+function busyTime(node) {
   return h("div", { class: "stage-time" },
-    h("div", { class: "line" }, h("span", { title: "The time that this machine needs for its part of one step" }, "Step"), h("b", {}, node.stage_ms === null ? "–" : `${node.stage_ms.toFixed(node.stage_ms < 10 ? 2 : 1)} ms`),
-      node.busy !== null && h("span", { class: "hint" }, `computed ${share(node.busy)} of the last 10 s`)),
-    h("span", { class: "meter", "aria-hidden": "true" }, h("i", { vars: { "--part": `${((node.stage_ms ?? 0) / longest) * 100}%` } })));
+    h("div", { class: "line" }, h("span", {}, "Busy"), h("b", {}, share(node.busy)), h("span", { class: "hint" }, "of the last 10 s")), meter(node.busy ?? 0));
 }
 
 function loading(node) {

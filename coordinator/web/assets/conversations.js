@@ -10,6 +10,7 @@ export class Conversations {
     this.list = [];
     this.removed = new Map();
     this.held = null;
+    this.isFull = false; // the browser had no room for all at the last save
     this.merge();
     addEventListener("storage", ({ key }) => {
       if (key !== NAME) return;
@@ -29,19 +30,30 @@ export class Conversations {
     return this.list.find((one) => one.id === id) ?? null;
   }
 
+  rename(conversation, title) {
+    Object.assign(conversation, { title, titled: Date.now() });
+    this.save();
+  }
+
   remove(id) {
     this.removed.set(id, Date.now());
     this.save();
   }
 
-  // Takes what is stored: of each conversation the version that was saved last, and every removal.
+  // Takes what is stored: of each conversation the version that was saved last and the newest title, and every removal.
   merge() {
     const stored = load();
     for (const { id, removed } of stored) if (removed) this.removed.set(id, removed);
     for (const one of stored.filter(({ messages }) => messages)) {
       const own = this.find(one.id);
-      if (!own) this.list.push(one);
-      else if (own !== this.held && (one.saved ?? 0) > (own.saved ?? 0)) Object.assign(own, one);
+      if (!own) {
+        this.list.push(one);
+        continue;
+      }
+      const { title, titled } = own;
+      const renamed = (one.titled ?? 0) - (titled ?? 0); // above 0 by another tab, below 0 by this one
+      if (own !== this.held && (one.saved ?? 0) > (own.saved ?? 0)) Object.assign(own, one, renamed < 0 && { title, titled });
+      else if (renamed > 0) Object.assign(own, { title: one.title, titled: one.titled });
     }
     this.list = this.list.filter(({ id }) => !this.removed.has(id)).sort((a, b) => (b.at ?? 0) - (a.at ?? 0)).slice(0, MOST);
   }
@@ -54,11 +66,13 @@ export class Conversations {
     const removed = [...this.removed].slice(-MOST_REMOVED).map(([id, at]) => ({ id, removed: at }));
     let kept = this.list.filter(({ messages }) => messages.length);
     let pictured = kept.filter(({ messages }) => messages.some(({ images }) => images)).length;
+    this.isFull = false;
     for (;;) {
       try {
         localStorage.setItem(NAME, JSON.stringify([...kept, ...removed]));
         return;
       } catch {
+        this.isFull = true;
         if (pictured) kept = withoutImages(kept, --pictured);
         else if (kept.length) kept.pop();
         else return localStorage.removeItem(NAME);

@@ -46,3 +46,10 @@ export async function copyText(text, button) {
   }
   setTimeout(() => { button.textContent = label; }, 1500);
 }
+
+// Gives the user a file with `text`.
+export function saveFile(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}

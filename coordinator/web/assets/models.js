@@ -8,40 +8,54 @@ const HEADS = { complete: "drafts tokens (MTP head)", incomplete: "MTP head inco
 const BY_HAND = "mtp-coord token create";
 
 export class ModelsView {
-  constructor(root) {
+  constructor(root, live) {
+    this.live = live;
+    this.free = Infinity; // bytes of the disk of downloads
+    this.predicted = ""; // the machines for which models were listed
+    this.waiting = h("p", { class: "hint", role: "status" }, "Reading the models of this machine…");
+    this.disk = h("span", { class: "hint" });
     this.local = h("ul", { class: "models" });
     this.localNote = h("p", { class: "hint", role: "status" });
     this.repo = h("input", { type: "text", name: "repo", required: true, placeholder: "Qwen/Qwen3.5-4B", "aria-label": "Name of a model on Hugging Face" });
     this.hubPanel = h("div", { class: "model-panel", role: "status" });
     this.invitation = h("div", {});
     this.inviteNote = h("p", { class: "hint", role: "status" });
-    this.inviteButton = h("button", { onclick: () => this.invite() }, "Create the join command");
+    this.inviteButton = h("button", { hidden: true, onclick: () => this.invite() }, "Create the join command");
     this.byHand = h("div", { hidden: true }, h("p", { class: "hint" }, "Run this beside the coordinator. It prints the line for the new machine, ", h("code", { class: "word" }, "mtp-worker --join TOKEN"), "."), toCopy("Command beside the coordinator", BY_HAND));
     this.fitting = h("ul", { class: "models fitting" });
-    this.fittingCard = card("Fits your machines", "fitting-title", h("p", { class: "hint" }, "Published models, the largest first. The speed of one answer is predicted, without and with drafts."), this.fitting);
+    this.fittingNote = h("p", { class: "hint", role: "status" });
+    this.fittingCard = card("Fits your machines", "fitting-title", this.fittingNote, this.fitting);
     this.fittingCard.hidden = true;
     this.hubCard = card("From Hugging Face", "hub-title",
       h("form", { class: "row search", onsubmit: (event) => { event.preventDefault(); this.load(this.hubPanel, this.repo.value.trim()); } },
         this.repo, h("button", { type: "submit" }, "Download and use")), this.hubPanel);
-    root.append(h("h2", { class: "hidden" }, "Models"),
-      h("div", { class: "panels" },
-        h("div", { class: "group" }, card("On this machine", "local-title", this.localNote, this.local), this.hubCard),
-        card("Add a machine", "add-title", this.inviteNote, h("div", { class: "row" }, this.inviteButton), this.invitation, this.byHand)),
-      this.fittingCard);
+    const localCard = card("On this machine", "local-title", this.localNote, this.local);
+    localCard.firstChild.append(this.disk);
+    this.panels = h("div", { class: "panels", hidden: true },
+      h("div", { class: "group" }, localCard, this.hubCard),
+      card("Add a machine", "add-title", this.inviteNote, h("div", { class: "row" }, this.inviteButton), this.invitation, this.byHand));
+    root.append(h("h2", { class: "hidden" }, "Models"), this.waiting, this.panels, this.fittingCard);
   }
 
-  setVisible(visible) {
+  // A card is shown when the cards above it are filled, so that nothing moves.
+  async setVisible(visible) {
     if (!visible || this.loading) return; // the list that shows the progress stays
-    this.refresh().then(() => this.listFitting());
-    this.checkInvitations();
+    const invitations = this.checkInvitations();
+    await this.refresh();
+    this.waiting.hidden = true;
+    this.panels.hidden = false;
+    await invitations;
+    this.listFitting();
   }
 
   // ---- models
 
   async refresh() {
     this.hubCard.hidden = !await guarded(this.localNote, async () => {
-      const { served, models } = await callAdmin("GET", "/v1/cluster/models");
+      const { served, models, free_bytes: free } = await callAdmin("GET", "/v1/cluster/models");
+      this.free = free ?? Infinity;
       setText(this.localNote, "");
+      setText(this.disk, free === undefined ? "" : `${bytes(free)} free on its disk`);
       this.local.replaceChildren(...models.map((model) => this.localModel(model, model.name === served)));
     });
   }
@@ -52,8 +66,8 @@ export class ModelsView {
     if (model.problem) showNote(panel, model.problem, true);
     const button = !served && !model.problem && h("button", { "aria-label": `Use: ${model.name}`, onclick: () => this.load(panel, model.name) }, "Use this model");
     return h("li", { class: "model-row" },
-      h("div", { class: "line" }, h("b", {}, model.name), served && h("span", { class: "badge" }, "in use"), h("span", { class: "hint" }, facts.join(" · ")),
-        h("span", { class: "actions" }, button)), panel);
+      h("div", { class: "line" }, h("b", {}, model.name), served && h("span", { class: "badge" }, "in use"),
+        h("span", { class: "actions" }, button)), h("p", { class: "hint" }, facts.join(" · ")), panel);
   }
 
   async load(panel, name) {
@@ -68,9 +82,19 @@ export class ModelsView {
     this.loading = false;
   }
 
-  // The models that fit. The card is hidden without one, and where a model cannot be loaded.
+  // The models that fit, predicted again when the machines have changed. The card is hidden without one, and where a
+  // model cannot be loaded.
   async listFitting() {
-    const models = this.hubCard.hidden ? [] : await fittingModels();
+    const machines = JSON.stringify(this.live.status?.nodes.map((node) => [node.name, node.chip, node.memory_limit, node.health === "refused"]));
+    if (machines === this.predicted && !this.hubCard.hidden) return;
+    this.predicted = machines;
+    this.fittingCard.hidden = this.hubCard.hidden;
+    if (!this.fitting.children.length) setText(this.fittingNote, "Predicting the speeds of published models…");
+    const found = this.hubCard.hidden ? NONE : await fittingModels();
+    const { models, measured } = found;
+    if (found === NONE) this.predicted = "";
+    const unsure = measured.length ? ` That of ${measured.join(", ")} follows from a measurement at the start of its worker, which is too low if the machine was busy.` : "";
+    setText(this.fittingNote, `Published models, the largest first. The speed of one answer, without and with drafts, is predicted from the chips.${unsure}`);
     this.fitting.replaceChildren(...models.map((model) => this.fittingModel(model)));
     this.fittingCard.hidden = !models.length;
   }
@@ -80,7 +104,7 @@ export class ModelsView {
     const facts = [model.download > model.nbytes ? `${bytes(model.nbytes)} in memory, ${bytes(model.download)} to download` : bytes(model.nbytes), `${count(model.context)} tokens of context`, `${rate(model.plain)} → ${rate(model.drafted)} tokens/s`,
       model.machines === 1 ? model.plan : `${model.plan} machines`, model.head === null ? "no MTP head" : `MTP head ${model.head ? "included" : "fetched"}`];
     return h("li", { class: "model-row" }, h("b", { title: model.repo }, model.name, model.best && h("span", { class: "hint" }, " recommended")), facts.map((fact) => h("span", {}, fact)),
-      h("button", { "aria-label": `Download and use: ${model.name}`, onclick: () => this.load(panel, model.repo) }, "Download and use"), panel);
+      model.download > this.free ? h("span", { class: "hint" }, "the disk is too full") : h("button", { "aria-label": `Download and use: ${model.name}`, onclick: () => this.load(panel, model.repo) }, "Download and use"), panel);
   }
 
   // ---- machines
@@ -107,11 +131,13 @@ export class ModelsView {
   }
 }
 
+const NONE = { models: [], measured: [] };
+
 async function fittingModels() {
   try {
-    return (await callAdmin("GET", "/v1/cluster/recommendations")).models;
+    return await callAdmin("GET", "/v1/cluster/recommendations");
   } catch {
-    return []; // this key may not ask
+    return NONE; // this key may not ask
   }
 }
 

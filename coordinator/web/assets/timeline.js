@@ -1,6 +1,6 @@
 // The pipeline as it runs: a lane for each machine, a block for each frame, gaps as gaps.
 
-import { h, setText } from "./dom.js";
+import { h, saveFile, setText } from "./dom.js";
 import { count, plural, seconds, share } from "./format.js";
 import { authorization } from "./key.js";
 import { traceOf } from "./trace.js";
@@ -111,9 +111,7 @@ export class TimelineView {
       // The coordinator does not answer: the page's own frames remain.
     }
     trace ??= traceOf(this.frames().map(parseFrame), this.lanes());
-    const url = URL.createObjectURL(new Blob([JSON.stringify(trace)], { type: "application/json" }));
-    h("a", { href: url, download: "mtp-cluster-trace.json" }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 1000);
+    saveFile("mtp-cluster-trace.json", "application/json", JSON.stringify(trace));
     this.exportButton.disabled = false;
   }
 

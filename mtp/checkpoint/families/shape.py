@@ -7,6 +7,12 @@ from functools import cached_property
 
 from mtp.layers.layer import KVFormat
 
+STOCK_LAUNCHES = 24.75
+"""Launches of a layer of Qwen3.5 in mlx-lm, for a token of one stream (tests/parity/test_kernel_count.py)."""
+
+ACCEPTED = (0.83, 0.78, 0.75, 0.70, 0.68, 0.66, 0.65)
+"""The share of each draft of a window that is right after right ones (docs/MTP_HEAD.md)."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -41,8 +47,8 @@ class Shape:
     """The layers of a model, or of a member's share of it, and the layer of its MTP head, None without one.
 
     A row between two stages has `streams` residual streams of `hidden` values. A token reads `routed_share` of the
-    experts. A layer takes `launches` times those of a layer of Qwen3.5. `can_cut` is true if members of a group can
-    hold shares of a layer, `quantizes_kv` if K/V can be stored in 4 or 8 bits.
+    experts. A layer has `launches`, as a multiple of STOCK_LAUNCHES. `can_cut` is true if members of a group can hold
+    shares of a layer, `quantizes_kv` if K/V can be stored in 4 or 8 bits. The head has the shares `accepted`.
     """
 
     hidden: int
@@ -53,6 +59,7 @@ class Shape:
     launches: float = 1.0
     can_cut: bool = True
     quantizes_kv: bool = True
+    accepted: tuple[float, ...] = ACCEPTED
 
     @property
     def kinds(self) -> tuple[str, ...]:

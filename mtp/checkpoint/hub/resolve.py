@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -91,6 +92,12 @@ def local_repos() -> list[str]:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
         names |= {repo.repo_id for repo in cache.repos if repo.repo_type == "model"}
     return sorted(names)
+
+
+def free_bytes() -> int:
+    """Return the free bytes of the disk that downloads fill."""
+    folder = Path(constants.HF_HUB_CACHE)
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
 
 
 def snapshot_of(path: Path) -> tuple[str, str] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -13,9 +15,11 @@ from coordinator.cluster.plan_start import choose_backend
 from proto.control import Backend
 from proto.errors import NotReadyError, UsageError
 from proto.span import Span
+from worker.engine import group as engine_group
 from worker.engine import host as engine_host
-from worker.engine.group import GroupSpec, join_group
+from worker.engine.group import GroupSpec, await_members, join_group
 from worker.engine.host import EngineHost, StageSpec
+from worker.node.member import group_address
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,31 @@ def test_a_backend_that_this_machine_lacks_is_named() -> None:
         pytest.skip("this machine has RDMA")
     with pytest.raises(NotReadyError, match=r"10.0.0.1:5001, 10.0.0.2:5002 cannot be formed by jaccl"):
         join_group(GroupSpec(0, HOSTS, Backend.jaccl, ("rdma_en5", "rdma_en2")), exact=False)
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2)])
+def test_members_meet_before_they_join(order: tuple[int, ...]) -> None:
+    """The last member goes on when all others are here, whoever comes first, and its address is free for MLX then."""
+    hosts = tuple(group_address("127.0.0.1") for _ in order)
+    with ThreadPoolExecutor(len(order)) as pool:
+        meeting = dict[int, Future[None]]()
+        for rank in order:
+            assert 2 not in meeting or not meeting[2].done(), "a member has not come"
+            meeting[rank] = pool.submit(await_members, GroupSpec(rank, hosts))
+            time.sleep(0.02)
+        for one in meeting.values():
+            one.result(timeout=5)
+    host, _, port = hosts[-1].rpartition(":")
+    assert group_address(host, int(port)) == hosts[-1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_wait_for_a_member_has_a_deadline(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The error names the machines."""
+    monkeypatch.setattr(engine_group, "JOIN_SECONDS", 0.1)
+    hosts = tuple(group_address("127.0.0.1") for _ in range(2))
+    with pytest.raises(NotReadyError, match=f"{hosts[0]}, {hosts[1]} did not meet in 0.1 s"):
+        await_members(GroupSpec(rank, hosts))
 
 
 async def test_a_group_measures_a_sum_of_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ async def test_a_cancelled_start_keeps_the_spare_process(node: WorkerNode, monke
     """A start waits for the end of the process before, with a deadline, and takes the spare one only then."""
     monkeypatch.setattr(worker.node.node, "END_SECONDS", 0.2)
     spare: Any = MagicMock(running=True, stop=AsyncMock())
-    node._spare = spare
+    node._spares = [spare]
     ending = node._ending = asyncio.create_task(asyncio.sleep(PATIENCE))
     start = asyncio.create_task(node.start_member(pb.MemberRequest(coordinator=ME, epoch=1)))
     await asyncio.sleep(0.05)
@@ -176,7 +176,7 @@ async def test_a_cancelled_start_keeps_the_spare_process(node: WorkerNode, monke
     await asyncio.wait({start})
     with pytest.raises(NotReadyError, match="does not end"):
         await node.start_member(pb.MemberRequest(coordinator=ME, epoch=2))
-    assert node._spare is spare
+    assert node._spares == [spare]
     ending.cancel()
 
 

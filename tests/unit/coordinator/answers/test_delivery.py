@@ -7,12 +7,21 @@ import json
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from coordinator.answers import delivery
 from coordinator.schedule.request import GenerationRequest
-from coordinator.web.context import ApiOptions
+from coordinator.web.context import ApiOptions, describe_client
 from proto import errors
-from tests.support.api.api_client import PATIENCE, REQUESTS, USER, ApiClient, DisconnectingClient, tiny_tokenizer
+from tests.support.api.api_client import (
+    PATIENCE,
+    REQUESTS,
+    USER,
+    ApiClient,
+    DisconnectingClient,
+    post_scope,
+    tiny_tokenizer,
+)
 from tests.support.api.fake_generator import FakeGenerator
 
 SECRET = "/srv/models/secret"  # stands for any path of the server
@@ -227,6 +236,53 @@ async def test_a_client_that_disconnects_cancels_its_requests(stream: bool, hang
     assert len(served.generator.cancelled) == 2
     assert b'mtp_requests_total{endpoint="chat",outcome="cancelled"} 1.0' in (served.app.state.api.metrics.render())
     assert b"mtp_open_requests 0.0" in served.app.state.api.metrics.render()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_a_stopped_request_ends_with_an_error_and_frees_its_place(path: str, stream: bool) -> None:
+    """Its client gets a status or an event that says so, at once and also in the queue."""
+    served = api(hang_after=2)
+    client = DisconnectingClient(served, path, {**REQUESTS[path], "stream": stream})
+    async with asyncio.timeout(PATIENCE):
+        await served.generator.hanging.acquire()
+    stored = path == RESPONSES and stream
+    if stored:
+        await client.wait_for(b"response.created")
+    log = served.app.state.api.metrics.request_log
+    (record,) = log.open_requests()
+    reply = await served.post(f"/v1/cluster/requests/{record.id}/stop", {})
+    assert reply.json() == {"id": record.id}
+    async with asyncio.timeout(PATIENCE):
+        await client.task
+    await tasks_end()
+    assert client.status == (200 if stream else 410)
+    assert (b"response.cancelled" if stored else b"stopped on the page") in client.received
+    assert len(served.generator.cancelled) == 1
+    assert (record.outcome, record.prompt_done) == ("cancelled", record.prompt_tokens)
+    assert not log.stops
+    again = await served.post(f"/v1/cluster/requests/{record.id}/stop", {})
+    assert again.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("agent", "shown"),
+    [
+        ("claude-cli/2.0.31 (external, cli)", "claude-cli, 192.0.2.1"),
+        ("OpenAI/Python 1.99.1", "OpenAI/Python, 192.0.2.1"),
+        ("Mozilla/5.0 (Macintosh) Safari/605.1", "browser, 192.0.2.1"),
+        ("<script>/1", "192.0.2.1"),
+        ("x" * 400, f"{'x' * 40}, 192.0.2.1"),
+        ("", "192.0.2.1"),
+    ],
+)
+def test_the_client_of_a_request_is_named_for_people(agent: str, shown: str) -> None:
+    """The program has no version, and its name is short. An address of this machine is left out."""
+    scope = post_scope(b"/v1/chat/completions") | {"headers": [(b"user-agent", agent.encode())], "state": {}}
+    assert describe_client(Request({**scope, "client": ("192.0.2.1", 5)})) == shown
+    assert describe_client(Request({**scope, "client": ("127.0.0.1", 5)})) == shown.rpartition("192.0.2.1")[0].rstrip(
+        ", "
+    )
 
 
 async def test_a_body_that_never_ends_is_a_408() -> None:

@@ -193,16 +193,20 @@ async def test_a_response_in_the_background() -> None:
     assert again.json() == ended, "an ended response stays as it is"
 
 
-async def test_cancel_and_delete() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_cancel_and_delete(stopped: bool) -> None:
     """A response in the background is cancelled on the engine; a deleted one is gone."""
     api = ApiClient(FakeGenerator(tiny_tokenizer(), hang_after=2))
     begun = (await api.post("/v1/responses", {"input": "Hi", "background": True})).json()
     stream = asyncio.create_task(api.get(f"/v1/responses/{begun['id']}?stream=true"))
     await asyncio.sleep(0.05)
-    reply = await api.post(f"/v1/responses/{begun['id']}/cancel", {})
-    assert reply.json()["status"] == "cancelled"
-    assert len(api.generator.cancelled) == 1
+    if stopped:  # on the page
+        assert (await api.post(f"/v1/cluster/requests/{begun['id']}/stop", {})).status_code == 200
+    else:
+        reply = await api.post(f"/v1/responses/{begun['id']}/cancel", {})
+        assert reply.json()["status"] == "cancelled"
     assert "event: response.cancelled" in (await stream).text
+    assert len(api.generator.cancelled) == 1
     assert (await api.get(f"/v1/responses/{begun['id']}")).json()["status"] == "cancelled"
     async with api.http() as client:
         deleted = (await client.delete(f"/v1/responses/{begun['id']}")).json()
@@ -403,3 +407,5 @@ async def test_the_client_of_a_request_is_its_named_key_or_its_address(tmp_path:
             assert reply.status_code == 200, reply.text
     clients = [request.client for request in generator.requests]
     assert clients == ["key alice"] * 2 + ["address 127.0.0.1"] * 2
+    shown = [one.client for one in api.app.state.api.metrics.request_log.recent]
+    assert shown == ["python-httpx, alice", "python-httpx"]

@@ -17,7 +17,7 @@ from coordinator.drafts.averages import (
     StepCosts,
     expected_tokens,
 )
-from coordinator.drafts.controller import AUTO_DEPTH, LAST_INTERVAL, Controller, MtpMode
+from coordinator.drafts.controller import AUTO_DEPTH, Controller, MtpMode
 from proto.errors import UsageError
 
 COSTS = {
@@ -35,6 +35,9 @@ COSTS = {
     ),  # an M4: rows share the reading of the weights
     "stairs": (1.0, 1.7, 1.75, 1.8, 1.85, 1.9, 1.95, 2.0),  # another kernel from two rows on
 }
+LAST_INTERVAL = 320
+"""Steps. A shape whose trial loses little has a probe within this time."""
+
 CHANCES = {
     "published": (0.84, 0.65, 0.49, 0.30, 0.25, 0.2, 0.2),
     "steady": (0.84, 0.78, 0.75, 0.70, 0.68, 0.66, 0.65),

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.cluster.served_model import ServedModel
+from coordinator.cluster.view import Member
 from coordinator.planning.capacity import model_costs
 from coordinator.planning.chips import LAYER_SECONDS, mac_spec, mac_specs
 from coordinator.planning.groups import (
@@ -24,8 +26,10 @@ from coordinator.planning.recommend import recommendations
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.hub.known_repos import MLX_LM_MODELS
 from mtp.checkpoint.hub.published import converted_headers, find_published
+from proto import cluster_pb2 as pb
 from proto.errors import ClusterError, MemoryLimitError, SpanError, UsageError
 from proto.span import Span
+from proto.stage_options import StageOptions
 
 LAYERS = 8
 LAYER_BYTES = 2**30
@@ -239,8 +243,26 @@ def test_auto_counts_drafts() -> None:
 
     drafting, plain = chosen(with_head=True), chosen(with_head=False)
     assert (drafting.group_size, plain.group_size) == (2, 1)
-    assert "a group of 2: 30.9 tokens/s of one stream are predicted with drafts (one machine 28" in drafting.reason
+    assert "a group of 2: 30.7 tokens/s of one stream are predicted with drafts (one machine 27.8" in drafting.reason
     assert "one machine: 15.1 tokens/s of one stream are predicted (" in plain.reason
+
+
+def test_auto_counts_the_drafts_that_are_fixed() -> None:
+    """Where --mtp fixes one draft, the group that is fastest with more drafts is slower than one machine.
+
+    The workers report their chips, whose launches a group does not share.
+    """
+    model = find_published("qwen3.5:27b")
+    assert model is not None
+    parallel, speed = Parallel.parse("auto"), mac_spec("M4 Pro 64GB").speed
+    served = ServedModel(converted_headers(model, 4), pb.ModelRef(), StageOptions(), 1, 1, parallel=parallel)
+    hosts = ("10.0.0.1", "10.0.0.2")
+    chip = {"chip": "Apple M4 Pro", "arithmetic": "metal applegpu_g16s", "speed": speed}
+    members = [Member(f"{host}:1", host, host, 40 * 2**30, direct=host, **chip) for host in hosts]  # type: ignore[arg-type]
+    sizes = {None: 2, 0: 1, 1: 1, 2: 2}
+    found = {depth: replace(served, fixed_depth=depth).planner()(members, 1) for depth in sizes}
+    assert {depth: plan.group_size for depth, plan in found.items()} == sizes
+    assert "one machine: 21.9 tokens/s of one stream are predicted with drafts (" in found[1].reason
 
 
 @pytest.mark.parametrize("macs", [("M4 Pro 64GB",) * 2, ("M4 Pro 64GB", "M4 Max 128GB"), ("M4 16GB",) * 4])

@@ -67,7 +67,7 @@ def test_a_loss_and_its_recovery_are_events_with_a_duration() -> None:
     back = replace(broken, ready=True, epoch=2)
     (recovery,) = events.record_status(back, 103.5)
     assert (recovery.kind, recovery.seconds) == ("recovery", 2.5)
-    assert recovery.text == "Recovered from the loss of mac-2: plan 2 serves"
+    assert recovery.text == "Recovered from the loss of mac-2: 1 machine serves"
 
 
 def test_joins_leaves_and_new_plans_are_events() -> None:
@@ -76,7 +76,7 @@ def test_joins_leaves_and_new_plans_are_events() -> None:
     events.record_status(replace(SERVING, nodes=(A,)), 1.0)
     joined = replace(SERVING, nodes=(A, replace(B, health="idle", span=None)))
     assert [e.text for e in events.record_status(joined, 2.0)] == ["mac-2 joined"]
-    assert [e.text for e in events.record_status(replace(SERVING, epoch=2), 3.0)] == ["Plan 2 serves on 2 machines"]
+    assert [e.text for e in events.record_status(replace(SERVING, epoch=2), 3.0)] == ["2 machines serve"]
     assert [e.text for e in events.record_status(replace(SERVING, epoch=2, nodes=(A,)), 4.0)] == ["mac-2 left"]
 
 

@@ -204,6 +204,9 @@ async def test_the_catalog_has_what_is_on_this_machine(
     assert str(tmp_path) not in found["own/broken"].problem
 
 
+APPLICATION_JSON = {"Content-Type": "application/json"}
+
+
 async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
     """A key for inference is refused. Without any key, machines are not invited over HTTP."""
     ring = KeyRing(tmp_path)
@@ -214,13 +217,18 @@ async def test_only_administrators_reach_the_models(tmp_path: Path) -> None:
     object.__setattr__(parts, "invite", lambda: Invitation("mtp-worker --join mtp1.abc", 7))
     for scope, expected in ((Scope.INFERENCE, 403), (Scope.METRICS, 403), (Scope.ADMIN, 200)):
         headers = {"Authorization": f"Bearer {key[scope]}"}
-        assert (await api.get("/v1/cluster/models", headers=headers)).status_code == expected
+        found = await api.get("/v1/cluster/models", headers=headers)
+        assert found.status_code == expected
+        stopped = await api.post("/v1/cluster/requests/chatcmpl-1/stop", {}, headers={**headers, **APPLICATION_JSON})
+        assert stopped.status_code == (404 if expected == 200 else 403)
+    assert found.json()["free_bytes"] > 0
     invited = await api.post("/v1/cluster/invitations", {}, headers={**headers, "Content-Type": "application/json"})
     assert invited.json()["command"] == "mtp-worker --join mtp1.abc"
     able = await api.get("/v1/cluster/invitations", headers=headers)
     assert able.json() == {"problem": ""}
     text = {**headers, "Content-Type": "text/plain"}
-    assert (await api.post("/v1/cluster/invitations", {}, headers=text)).status_code == 400
+    for path in ("/v1/cluster/invitations", "/v1/cluster/requests/chatcmpl-1/stop"):
+        assert (await api.post(path, {}, headers=text)).status_code == 400, "a page of another site may send a text"
     ring_without_keys = ApiClient()
     refused = await ring_without_keys.post("/v1/cluster/invitations", {}, headers={"Content-Type": "application/json"})
     assert refused.status_code == 403
