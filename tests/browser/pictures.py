@@ -128,7 +128,7 @@ def take_english(browser: Browser, folder: Path) -> None:
     with running_cluster(folder, smollm2(), 2) as cluster:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
         httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)  # the first steps are slow
-        size = {"width": 1180, "height": 620}
+        size = {"width": 1180, "height": 740}
         watched = WatchedPage.open(browser, cluster.url, viewport=size, device_scale_factor=2)
         watched.show("chat")
         watched.page.click(".settings")
