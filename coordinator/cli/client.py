@@ -13,7 +13,7 @@ import typer
 
 from coordinator.cli.known_servers import PROOF_SECONDS, KnownServer, find_server
 from coordinator.trust.keys import API_KEY
-from proto import errors
+from proto import errors, local_network
 from proto.announcement import host_of, is_loopback
 from proto.state_dir import COORDINATOR, STATE_DIR, read_json, state_dir
 
@@ -93,7 +93,8 @@ def no_answer(url: str, error: Exception) -> errors.NotReadyError:
         return errors.NotReadyError(f"{url} does not speak HTTPS. Give its --url with http://")
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and url.startswith("http:") and _speaks_tls(url):
         return errors.NotReadyError(f"{url} speaks HTTPS. Give its --url with https://")
-    advice = _other_machine() if is_loopback(urlsplit(url).hostname or "") else ""
+    host = urlsplit(url).hostname or ""
+    advice = _other_machine() if is_loopback(host) else local_network.advice(str(error), host)
     advice = advice or "Start mtp-coord serve, or give its --url"
     return errors.NotReadyError(f"no coordinator answers at {url} ({type(error).__name__}). {advice}")
 

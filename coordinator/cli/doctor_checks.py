@@ -26,7 +26,9 @@ from coordinator.schedule.loop import GenerationLoop
 from coordinator.text.tokenizer import Tokenizer
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from proto import cluster_pb2 as pb
+from proto.announcement import host_of
 from proto.errors import ClusterError, VersionError
+from proto.local_network import NO_ROUTE, NO_ROUTE_NUMBER, REFUSES, own_networks, refusal
 from proto.rpc.status_codes import printable
 from proto.terminal.progress import format_size
 from worker.engine import hardware
@@ -270,8 +272,16 @@ def _unreachable(candidate: Candidate, error: ClusterError | None) -> Finding:
         advice = "Install the same release on every machine."
     elif "refused" in text:
         advice = "No worker listens there. Start mtp-worker with --listen on that address."
-    elif "LaunchDaemon" in text:
-        advice = "macOS blocks the connection. See docs/macs.md."
+    elif NO_ROUTE in text:
+        text, advice = text.partition(f". {REFUSES}")[0], _no_route_advice(host_of(candidate.addresses[-1]))
     else:
         advice = "Check the address, the cable and the firewall, and that mtp-worker runs there."
     return Finding(f"worker {candidate.name}", Verdict.FAIL, text, advice, {"error": text})
+
+
+def _no_route_advice(host: str) -> str:
+    """Return the advice for a host to which there is no route. On a Mac, ping has a permission of its own."""
+    answers = sys.platform == "darwin" and bool(command_output("ping", "-c", "1", "-t", "2", host))
+    refused = refusal(sys.platform, NO_ROUTE_NUMBER, host, own_networks(), answers)
+    unreachable = "The host is unreachable. Check the address and the cable, and that the machine is on."
+    return f"The host answers ping, but {refused}." if refused else unreachable

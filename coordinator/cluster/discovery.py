@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
@@ -18,6 +17,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 from coordinator.pipeline.worker_connection import Candidate
 from proto.announcement import SERVICE_TYPE, Announcement, is_loopback, join_address, parse_address
 from proto.errors import ProtocolError
+from proto.local_network import own_networks
 
 log = logging.getLogger(__name__)
 
@@ -152,17 +152,6 @@ async def _browsing(handler: Callable[..., None]) -> AsyncIterator[AsyncZeroconf
                     await zeroconf.async_close()
             except TimeoutError:  # on a busy machine; its sockets must not stay open
                 zeroconf.zeroconf.engine.close()
-
-
-def own_networks() -> list[ipaddress.IPv4Network]:
-    """Return the IPv4 networks of this machine, without loopback."""
-    return [
-        ipaddress.IPv4Network(f"{entry.address}/{entry.netmask}", strict=False)
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and entry.netmask
-        if not ipaddress.ip_address(entry.address).is_loopback
-    ]
 
 
 def order_hosts(hosts: Sequence[str], networks: Sequence[ipaddress.IPv4Network]) -> list[str]:

@@ -21,9 +21,9 @@ from functools import partial
 
 from proto.announcement import host_of
 from proto.errors import AccessError, ClusterError, DeadlineError, ProtocolError, WorkerLostError
+from proto.local_network import with_advice
 from proto.rpc.channels import FIRST_MESSAGE_SECONDS, peer_identity, tls_context
 from proto.rpc.listener import Acceptor
-from proto.rpc.status_codes import with_advice
 from proto.trust.certificates import NodeIdentity, Role, host_name
 from proto.trust.node_trust import NodeTrust
 
@@ -129,7 +129,7 @@ def dial(
             raise DeadlineError(
                 f"opening a data connection to {address} timed out after {timeout:g} s (port {offer.port})"
             ) from error
-        text = with_advice(str(getattr(error, "strerror", None) or error))
+        text = with_advice(str(getattr(error, "strerror", None) or error), host_of(address))
         raise WorkerLostError(f"{address} is lost: {text} (data port {offer.port})") from error
 
 

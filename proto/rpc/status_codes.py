@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from proto import errors
-from proto.announcement import JOIN_FLAG
+from proto.announcement import JOIN_FLAG, host_of
 from proto.errors import ClusterError
+from proto.local_network import NO_ROUTE, with_advice
 
 MAX_CHARACTERS = 200
 """Characters of a text that has no plain words. A peer may have chosen it."""
 
 _ANOTHER_PROGRAM = "another program listens there. Give the address of an mtp-worker, not a port of a coordinator"
-
-NO_ROUTE = "No route to host"
-
-ADVICE = (
-    "macOS may block this program from the local network, above all if launchd started it as an agent. "
-    "Run it as a LaunchDaemon (docs/macs.md), or start it from Terminal and allow Terminal in "
-    "System Settings > Privacy & Security > Local Network"
-)
-
-
-def with_advice(details: str) -> str:
-    """Return the text of a failed connection, with ADVICE if macOS refused it with `No route to host` (errno 65)."""
-    if sys.platform == "darwin" and NO_ROUTE in details:
-        return f"{details}. {ADVICE}"
-    return details
-
 
 CLOSED = "the connection was closed"
 """The text for a connection that the peer closed. A peer that requires TLS closes a connection without it."""
@@ -109,7 +93,8 @@ def from_status(
         error = _KINDS.get(_text(found[_CLASS]), ClusterError)(f"{peer}: {text}")
         error.public = _text(found[_PUBLIC]) if _PUBLIC in found else text
         return error
-    text = with_advice(plain_text(text))
+    connected = re.search(r"ipv4:(\S+?:\d+)", text)  # gRPC resolves a name
+    text = with_advice(plain_text(text), host_of(connected[1] if connected else peer))
     kind, template = _FROM_GRPC.get(code, (ClusterError, "{peer}: {text}"))
     error = kind(template.format(peer=peer, text=text))
     error.public = template.format(peer="a worker", text=code)

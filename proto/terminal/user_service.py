@@ -24,6 +24,7 @@ import typer
 from proto.errors import UsageError
 from proto.state_dir import replace_file
 from proto.state_dir import state_dir as directory_of
+from proto.terminal import mac_app
 from proto.terminal.logs import LOG_FILE
 from proto.terminal.options import StateOption
 
@@ -71,7 +72,9 @@ class Service:
         Replaces an earlier service, which is put back if this one cannot start. Raises UsageError then.
         """
         self.log_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        definition, changed = self._definition(), False
+        command = self.command
+        launcher = mac_app.install() if sys.platform == "darwin" else []
+        definition, changed = self._definition([*launcher, *command]), False
         before = self.file.read_bytes() if self.file.exists() else None
         try:
             with flags:  # those of before are back when the earlier service starts again
@@ -115,7 +118,7 @@ class Service:
         if before is None:
             with contextlib.suppress(UsageError):
                 self._stop()
-            self.file.unlink(missing_ok=True)
+            self._remove()
             return "Nothing was installed"
         try:
             self._write(before)
@@ -134,7 +137,13 @@ class Service:
         """Stop the service and remove its definition. Raises UsageError if there is none."""
         self._check_installed()
         self._stop()
-        self.file.unlink()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the definition, and the app of the last service of this user."""
+        self.file.unlink(missing_ok=True)
+        if sys.platform == "darwin" and not any(self.file.parent.glob("mtp-cluster.*.plist")):
+            shutil.rmtree(mac_app.installed_app(), ignore_errors=True)
 
     def status(self) -> str:
         """Return the state of the service for people. Raises UsageError if it is not installed."""
@@ -185,25 +194,27 @@ class Service:
         mac = sys.platform == "darwin"
         return f"{self._domain}/{self._label}" if mac else f"{self.program}.service"
 
-    def _definition(self) -> bytes:
-        return plistlib.dumps(self._plist()) if sys.platform == "darwin" else self._unit().encode()
+    def _definition(self, command: list[str]) -> bytes:
+        return plistlib.dumps(self._plist(command)) if sys.platform == "darwin" else self._unit(command).encode()
 
     def _installed_program(self) -> str:
         """Return the program of the definition, empty for a definition that cannot be read."""
         content = self.file.read_bytes()
         if sys.platform == "darwin":
             with contextlib.suppress(Exception):  # the library has no common error
-                return str(plistlib.loads(content)["ProgramArguments"][0])
+                words = plistlib.loads(content)["ProgramArguments"]
+                return str(words[words[0] == str(mac_app.installed_app() / mac_app.PROGRAM)])
             return ""
         found = _EXEC_START.search(content.decode(errors="replace"))
         return re.sub(r"\\(.)|%(%)", r"\1\2", found[1] or found[2]) if found else ""
 
-    def _plist(self) -> dict[str, object]:
+    def _plist(self, command: list[str]) -> dict[str, object]:
         """Return the definition for launchd. The program writes its own log; what it cannot log goes beside it."""
         errors = str(self.log_file.with_suffix(".err"))
         return {
             "Label": self._label,
-            "ProgramArguments": self.command,
+            "ProgramArguments": command,
+            "AssociatedBundleIdentifiers": [mac_app.IDENTIFIER],
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 10,
@@ -214,14 +225,14 @@ class Service:
             "StandardErrorPath": errors,
         }
 
-    def _unit(self) -> str:
+    def _unit(self, command: list[str]) -> str:
         """Return the definition for systemd. Status 2 is a wrong flag, with which no start succeeds."""
-        program, *arguments = self.command
+        program, *arguments = command
         escaped = [_escaped(program), *(_escaped(part).replace("$", "$$") for part in arguments)]
-        command = " ".join(f'"{part}"' for part in escaped)
+        start = " ".join(f'"{part}"' for part in escaped)
         return (
             f"[Unit]\nDescription={self.program} of mtp-cluster\nAfter=network-online.target\n\n"
-            f"[Service]\nType=exec\nExecStart={command}\nRestart=on-failure\nRestartSec=2\n"
+            f"[Service]\nType=exec\nExecStart={start}\nRestart=on-failure\nRestartSec=2\n"
             "RestartPreventExitStatus=2\nTimeoutStopSec=30\nLimitNOFILE=65536\n\n"
             "[Install]\nWantedBy=default.target\n"
         )

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from proto.announcement import JOIN_PREFIX, parse_address
 from proto.errors import AccessError, DeadlineError, ProtocolError, UsageError, WorkerLostError
+from proto.local_network import with_advice
 from proto.trust import certificates
 from proto.trust.node_trust import NodeTrust
 
@@ -197,8 +198,8 @@ async def _connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, 
         raise DeadlineError(f"the join at {address} timed out") from None
     except OSError as error:
         raise WorkerLostError(
-            f"no coordinator answers at {address}: {error.strerror or error}. Check that mtp-coord serve "
-            "--listen runs there and that the firewall allows the port"
+            f"no coordinator answers at {address}: {with_advice(error.strerror or str(error), host)}. Check that "
+            "mtp-coord serve --listen runs there and that the firewall allows the port"
         ) from error
 
 
