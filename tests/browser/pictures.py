@@ -28,11 +28,7 @@ QUESTIONS = (
     "Write a function that reads a JSON file and returns its keys.",
     "What does the function os.path.join do?",
 )
-ENGLISH_QUESTIONS = (
-    "What is the capital of France?",
-    "Which river flows through it?",
-    "Give me three tips for a good night's sleep.",
-)
+ENGLISH_QUESTIONS = "What is the capital of France?", "Which river flows through it?"
 STREAMS = 3
 WARM_UP_MS = 30_000
 """Milliseconds under load before the first picture, so that the charts have a history."""
@@ -128,7 +124,7 @@ def take_english(browser: Browser, folder: Path) -> None:
     with running_cluster(folder, smollm2(), 2) as cluster:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
         httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)  # the first steps are slow
-        size = {"width": 1180, "height": 740}
+        size = {"width": 1180, "height": 600}
         watched = WatchedPage.open(browser, cluster.url, viewport=size, device_scale_factor=2)
         watched.show("chat")
         watched.page.click(".settings")
