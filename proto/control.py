@@ -1,4 +1,4 @@
-"""The checks of signals from the coordinator to a worker, the backends of groups, and the choice of kernels.
+"""The checks of signals from the coordinator to a worker and the backends of groups.
 
 A signal saves time and never changes an outcome (DESIGN §3). A stage may apply it at any time, and any number of times.
 """
@@ -73,11 +73,3 @@ class Backend(StrEnum):
     """RDMA over Thunderbolt 5, between two Macs."""
     nccl = "nccl"
     """NVIDIA GPUs."""
-
-
-class Kernels(StrEnum):
-    """`--kernels`: the faster of both where they can be timed, MLX's operations, or this project's kernels."""
-
-    auto = "auto"
-    mlx = "mlx"
-    own = "own"

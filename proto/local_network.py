@@ -6,8 +6,6 @@ import ipaddress
 import sys
 from collections.abc import Sequence
 
-import psutil
-
 NO_ROUTE = "No route to host"
 """The text of EHOSTUNREACH."""
 
@@ -55,6 +53,8 @@ def with_advice(text: str, host: str) -> str:
 
 def own_networks() -> list[ipaddress.IPv4Network]:
     """Return the IPv4 networks of this machine, without loopback."""
+    import psutil  # here, since commands import this file and need the networks after a failure only
+
     return [
         ipaddress.IPv4Network(f"{entry.address}/{entry.netmask}", strict=False)
         for entries in psutil.net_if_addrs().values()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proto import cluster_pb2 as pb
-from proto.control import Kernels
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.wire import DTYPE_BYTES
 
 

@@ -32,6 +32,9 @@ COORDINATOR = Path("worker", "coordinator.json")
 HOLDER_BYTES = 1024
 """Bytes of the description of the worker that counts this machine's memory."""
 
+SERVER_FILE = "server.json"
+"""The file with the URL of a coordinator and a key for it, beside the certificates of its authorities."""
+
 LOCK = "coordinator.lock"
 """The file that the coordinator locks which uses the state directory."""
 

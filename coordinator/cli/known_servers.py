@@ -13,8 +13,7 @@ import httpx
 
 from coordinator.trust.keys import MACHINES_KEY, OWNER_KEY
 from proto import errors
-from proto.state_dir import LOCK, read_json, state_dir
-from proto.trust.node_trust import SERVER_FILE
+from proto.state_dir import LOCK, SERVER_FILE, read_json, state_dir
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 

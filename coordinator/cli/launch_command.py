@@ -7,6 +7,7 @@ import os
 import shutil
 import ssl
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +16,14 @@ import certifi
 import typer
 
 from coordinator.cli.client import KeyOption, UrlOption, call_server
+from coordinator.cli.cluster_commands import parse
 from coordinator.cli.known_servers import KnownServer, find_server
-from coordinator.serve.client_settings import AGENTS, NO_KEY, Endpoint
-from proto.errors import AccessError, NotReadyError, UsageError
+from coordinator.serve.client_settings import AGENTS, NO_KEY, Agent, Endpoint
+from proto.errors import AccessError, ClusterError, NotReadyError, UsageError
 from proto.state_dir import read_text, state_dir, write_private
+
+MEASURED_PROMPT = "What is the sum of all numbers from one to ten? " * 20
+"""A text of some 250 tokens, whose time tells that of a long prompt. Weights are read for a shorter one too."""
 
 
 def launch(
@@ -31,7 +36,8 @@ def launch(
     """Start an agent's program against a running server, with every setting that it needs.
 
     Its own settings stay as they are: address, key, models and context size go by variables, arguments and a file in
-    the state directory. `mtp-coord launch claude -- --continue` passes arguments on.
+    the state directory. `mtp-coord launch claude -- --continue` passes arguments on. Before the start it says what the
+    first prompt costs, where that is known.
     """
     if agent not in AGENTS:
         raise UsageError(f"launch {agent!r:.40}: no such program. Known are {', '.join(AGENTS)}")
@@ -50,6 +56,8 @@ def launch(
         raise UsageError(f"{known.program} is not installed. Install it: {known.install}")
     for name, content in setup.files.items():
         write_private(directory / name, content)
+    if known.first_tokens:
+        typer.echo(_first_turn(known, server, endpoint), err=True)
     sys.stdout.flush()
     environment = {n: v for n, v in os.environ.items() if n not in setup.cleared}
     os.execve(program, [program, *setup.arguments, *(arguments or ())], {**environment, **setup.variables})
@@ -70,6 +78,22 @@ def _endpoint(server: KnownServer, *, has_key: bool) -> Endpoint:
     if served is None:
         raise NotReadyError(f"{url} serves no model yet. See mtp-coord status")
     return Endpoint(url, key, served["id"], served["max_model_len"], _authority_variables(server))
+
+
+def _first_turn(agent: Agent, server: KnownServer, endpoint: Endpoint) -> str:
+    """Return what the first prompt of `agent` costs. A server that has measured no prompt yet computes a short one."""
+    text = f"{agent.title} begins with a prompt of about {agent.first_tokens:,} tokens"
+    speed = None
+    with suppress(ClusterError):
+        speed = parse(call_server("GET", server, "/status")).prompt_tokens_per_second
+        if speed is None:
+            content = {"prompt": MEASURED_PROMPT, "max_tokens": 1}
+            call_server("POST", replace(server, key=endpoint.key), "/v1/completions", content=content)
+            speed = parse(call_server("GET", server, "/status")).prompt_tokens_per_second
+    if speed is None:
+        return f"{text}. Computing it takes a while, once"
+    seconds = agent.first_tokens / speed
+    return f"{text}: about {f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} minutes'} once, then kept"
 
 
 def _authority_variables(server: KnownServer) -> dict[str, str]:

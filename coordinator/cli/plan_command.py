@@ -26,7 +26,7 @@ from mtp.checkpoint.hub.remote_checkpoint import open_model
 from mtp.checkpoint.hub.repo import repo_name
 from mtp.checkpoint.hub.resolve import find_model
 from mtp.vision.tower import tower_bytes
-from proto.errors import UsageError
+from proto.errors import ClusterError, UsageError
 from proto.span import Span
 from proto.terminal.options import JsonOption, Parsed, takes_options
 from proto.terminal.progress import format_size, parse_size
@@ -192,6 +192,7 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
             for one in candidates
         ],
         "fastest": fastest.text if fastest else None,
+        "no_group": _why_no_group(planning, machines, candidates),
         "accepted": costs.accepted,
         "head": checkpoint.mtp.complete,
         "machines": len(found.nodes),
@@ -207,6 +208,19 @@ def answer(checkpoint: Checkpoint, specs: Sequence[NodeSpec], options: PlanOptio
         "vision_bytes": tower_bytes(checkpoint),
         "stages": [_stage_facts(stage) for stage in found.stages],
     }
+
+
+def _why_no_group(
+    planning: groups.Planning, machines: Sequence[groups.Machine], found: Sequence[groups.Prediction]
+) -> str:
+    """Return why none of the plans `found` for several machines is a group; empty if one is."""
+    if len(machines) == 1 or not found or any(one.plan.group_size > 1 for one in found):
+        return ""
+    try:
+        groups.choose_plan(replace(planning, parallel=groups.Parallel.parse("tensor")), machines, 1)
+    except ClusterError as error:
+        return str(error)
+    return ""
 
 
 def _stage_facts(stage: StagePlan) -> dict[str, Any]:
@@ -253,12 +267,14 @@ def _print(model: str, facts: dict[str, Any]) -> None:
     )
     if facts["reason"]:
         console.print(f"{facts['reason'].capitalize()}.")
-    if len(facts["candidates"]) == 1:
-        console.print(f"One answer makes {1 / facts['candidates'][0]['token_seconds']:.3g} tokens/s without drafts.")
-    if len(facts["candidates"]) > 1:
+    if facts["candidates"]:
         _print_candidates(console, facts["candidates"], facts["accepted"])
-        if facts["fastest"] == ONE_MACHINE:
+        if facts["fastest"] == ONE_MACHINE and len(facts["candidates"]) > 1:
             console.print(f"One answer is fastest on {ONE_MACHINE}. More add room, and serve more answers at once.")
+    if facts["no_group"]:
+        console.print(f"No group: {escape(facts['no_group'])}", highlight=False)
+    if facts["candidates"] and all(one["plan"] != ONE_MACHINE for one in facts["candidates"]):
+        console.print(f"Not {ONE_MACHINE}: none has room for the model.")
     if facts["rows_on_disk"]:
         size = format_size(facts["rows_on_disk"])
         console.print(f"Rows of n-grams: {size} on the first machine's disk, and not in memory.")

@@ -25,12 +25,11 @@ from coordinator.trust.keys import MACHINES_KEY, KeyRing, Scope
 from coordinator.trust.registry import Registry
 from proto.announcement import join_address, parse_address
 from proto.errors import AccessError, ProtocolError, UsageError
-from proto.state_dir import read_json, write_private
+from proto.state_dir import SERVER_FILE, read_json, write_private
 from proto.state_dir import state_dir as directory_of
 from proto.terminal.options import StateOption
 from proto.trust.certificates import fingerprint, from_pem, to_pem
 from proto.trust.joining import JoinToken, new_token, text_of
-from proto.trust.node_trust import SERVER_FILE
 
 
 def open_authority(given: Path | None) -> tuple[Path, Authority]:

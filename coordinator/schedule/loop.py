@@ -96,7 +96,7 @@ class GenerationLoop(Generator):
     def status(self) -> ClusterStatus:
         """Return the figures of the loop. The server adds the model and the machines."""
         scheduler, frames, now = self.scheduler, self.frames, self.clock()
-        running = scheduler.running.values()
+        running, pace = scheduler.running.values(), scheduler.prompts.expected_seconds(1)
         return ClusterStatus(
             ready=self.pipeline is not None,
             model="",
@@ -109,6 +109,7 @@ class GenerationLoop(Generator):
             kv_tokens=sum(s.capacity for s in running),
             kv_limit=scheduler.capacity.kv_tokens,
             tokens_per_second=frames.tokens_per_second(now),
+            prompt_tokens_per_second=1 / pace if pace else None,
             drafted_by_position=tuple(frames.drafts.drafted),
             ngram_drafted=sum(frames.matched.drafted),
             ngram_accepted=sum(frames.matched.accepted),

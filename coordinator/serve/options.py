@@ -18,9 +18,9 @@ from mtp.checkpoint.hub.resolve import BUILTIN
 from mtp.head.draft_vocabulary import DraftVocabulary
 from proto import state_dir
 from proto.announcement import is_loopback, parse_address
-from proto.control import Kernels
 from proto.errors import UsageError
 from proto.images import MAX_IMAGES, VisionMode
+from proto.kernels import Kernels
 from proto.params import Acceptance
 from proto.span import Span
 from proto.terminal.logs import LogFormat, LogLevel

@@ -116,7 +116,8 @@ class ClusterStatus:
 
     Counts by draft position and counts of tokens run since the start and never decrease. `detail` is one line that
     explains why the cluster is not ready, or how it handles a lost worker. A limit of None means no limit. `phase` is
-    the activity of the cluster's manager for `phase_seconds`, empty without one.
+    the activity of the cluster's manager for `phase_seconds`, empty without one. `prompt_tokens_per_second` is the
+    speed of the newest prompts, None before the first.
     """
 
     ready: bool
@@ -132,6 +133,7 @@ class ClusterStatus:
     kv_tokens: int = 0
     kv_limit: int | None = None
     tokens_per_second: float = 0.0
+    prompt_tokens_per_second: float | None = None
     drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
     ngram_drafted: int = 0

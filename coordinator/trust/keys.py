@@ -16,8 +16,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from proto.announcement import is_loopback
 from proto.errors import AccessError, UsageError
 from proto.state_dir import StateFile, read_json, write_private
@@ -158,6 +156,8 @@ def is_own_connection(client: Address, server: Address) -> bool:
     Both ends are compared, because other users can bind the same port number at another address of loopback. It reads
     the sockets of all processes of this user, so it blocks for up to a second.
     """
+    import psutil  # here, since commands read the names of this file and look at no process
+
     ends = _comparable(client), _comparable(server)
     if not is_loopback(ends[0][0]):
         return False

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from proto.control import Kernels
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.state_dir import STATE_DIR, state_dir
 from proto.terminal.config_file import read_flags
 from proto.terminal.logs import LOG_FILE, LogFormat, LogLevel

@@ -11,14 +11,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from proto.errors import AccessError, UsageError
-from proto.state_dir import read_json, read_text, write_private
+from proto.state_dir import SERVER_FILE, read_json, read_text, write_private
 from proto.trust import certificates
 
 MAX_REMOVED = 10_000
 """Bounds the removed nodes that a node keeps: many times the machines that a cluster loses."""
-
-SERVER_FILE = "server.json"
-"""The file with the URL of a coordinator and a key for it, beside the certificates of its authorities."""
 
 
 @dataclass

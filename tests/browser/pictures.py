@@ -16,6 +16,7 @@ from PIL import Image
 from playwright.sync_api import Browser
 
 from tests.support.browser.chromium import WatchedPage, running_browser
+from tests.support.checkpoints.smollm2 import smollm2
 from tests.support.checkpoints.vision import write_vision_checkpoint
 from tests.support.processes.processes import running_cluster, serving
 
@@ -27,6 +28,7 @@ QUESTIONS = (
     "Write a function that reads a JSON file and returns its keys.",
     "What does the function os.path.join do?",
 )
+ENGLISH_QUESTIONS = "What is the capital of France?", "Which river flows through it?"
 STREAMS = 3
 WARM_UP_MS = 30_000
 """Milliseconds under load before the first picture, so that the charts have a history."""
@@ -117,6 +119,23 @@ def take_chats(browser: Browser, folder: Path) -> None:
         take(browser, cluster.url, "phone-chat", "chat", "dark", 390)
 
 
+def take_english(browser: Browser, folder: Path) -> None:
+    """Write README's picture: two machines with a real model, which answers in English."""
+    with running_cluster(folder, smollm2(), 2) as cluster:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+        httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=60)  # the first steps are slow
+        size = {"width": 1180, "height": 600}
+        watched = WatchedPage.open(browser, cluster.url, viewport=size, device_scale_factor=2)
+        watched.show("chat")
+        watched.page.click(".settings")
+        watched.page.fill("input[name=temperature]", "0")
+        watched.page.keyboard.press("Escape")
+        for question in ENGLISH_QUESTIONS:
+            watched.ask(question)
+        watched.page.wait_for_timeout(2000)
+        save(watched, "english")
+
+
 def take_image_chat(browser: Browser, folder: Path) -> None:
     """Write the picture of a chat with an image. The model has random weights, so its answer is noise."""
     model = write_vision_checkpoint(folder / "model")
@@ -140,7 +159,7 @@ def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     with running_browser() as browser:
-        for write in (take_views, take_chats, take_image_chat):
+        for write in (take_views, take_chats, take_english, take_image_chat):
             with TemporaryDirectory() as folder:
                 write(browser, Path(folder))
 

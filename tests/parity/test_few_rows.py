@@ -21,7 +21,7 @@ from mtp.layers.fused import row_trials
 from mtp.layers.fused.row_trials import FewRowsExperts, FewRowsLinear, RowTrials, longest_run
 from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import FewRowsFormat, Format, FusedLinear
-from proto.control import Kernels
+from proto.kernels import Kernels
 from proto.span import Span
 from tests.conftest import Checkpoints
 from tests.parity.test_metal_layers import outputs

@@ -22,8 +22,8 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
 from mtp.layers.sparse_attention import IndexerArgs, SparseReads, sparse_attention
-from proto.control import Kernels
 from proto.frame import Admit, Segment
+from proto.kernels import Kernels
 from proto.span import Span
 from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.support.checkpoints import checkpoints

@@ -21,9 +21,9 @@ from mtp.layers.layer import KernelTrial, KVFormat, Mixer
 from mtp.layers.prepare_rows import AttentionShape
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import MetalKernel
-from proto.control import Kernels
 from proto.frame import Admit, Segment
 from proto.images import ImageSpan
+from proto.kernels import Kernels
 from proto.span import Span
 from tests.bench.dialled_model import ModelShape, write_dialled_model
 from tests.conftest import Checkpoints

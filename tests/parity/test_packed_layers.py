@@ -21,9 +21,9 @@ from mtp.checkpoint.format.parts import part_module
 from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import PackedLinear
 from mtp.layers.layer import Hole, KVFormat
-from proto.control import Kernels
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
 from proto.images import ImageSpan
+from proto.kernels import Kernels
 from proto.params import SamplingParams
 from proto.span import Span
 from tests.bench.dialled_model import BITS, FULL_BITS, ModelShape

@@ -9,7 +9,7 @@ import pytest
 from coordinator.cli.plan_command import PlanOptions, answer
 from coordinator.planning.chips import mac_specs
 from coordinator.planning.plan import NodeSpec
-from coordinator.planning.recommend import LEAST_CONTEXT
+from coordinator.planning.recommend import LEAST_CONTEXT, recommendations
 from mtp.checkpoint.format.config import ModelConfig
 from mtp.checkpoint.format.parts import missing_from_backbone
 from mtp.checkpoint.hub.known_repos import KNOWN, MLX_LM_MODELS, MlxLmModel
@@ -18,8 +18,21 @@ from mtp.checkpoint.known_families import FAMILIES
 from mtp.mlx_models.tested_types import known_results
 from proto.errors import CheckpointError, MemoryLimitError
 
-LINES = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text().splitlines()
+ROOT = Path(__file__).resolve().parents[2]
+LINES = (ROOT / "docs" / "models.md").read_text().splitlines()
 
+OWNED = (
+    ("M4", 16, 1),
+    ("M4 Pro", 24, 2),
+    ("M4 Pro", 48, 1),
+    ("M4 Pro", 48, 2),
+    ("M4 Pro", 64, 2),
+    ("M4 Max", 128, 1),
+    ("M4 Max", 128, 2),
+    ("M3 Ultra", 256, 2),
+    ("M3 Ultra", 512, 2),
+)
+"""The Macs of the first table: chip, GB of memory, and their number."""
 
 CONTEXT = 32768
 """Tokens of K/V in the table: a long chat or a small agent's task."""
@@ -79,6 +92,22 @@ def _smallest(model: MlxLmModel, count: int) -> str:
         found = next(one for one in reversed(facts["candidates"]))
         return f"{mac}: {facts['capacity']['kv_tokens']:,}; {1 / found['token_seconds']:.3g}"
     return "-"
+
+
+def test_the_first_table_is_what_recommend_marks() -> None:
+    """README and the page begin with the line of `serve` that `recommend` prints for each of OWNED."""
+    rows, short = [], []
+    for chip, memory, count in OWNED:
+        one = next(one for one in recommendations(mac_specs([f"{chip} {memory}GB"] * count)) if one.best)
+        macs = f"{'two' if count == 2 else 'one'} of {memory} GB"
+        line = f"`mtp-coord serve {one.name} {one.flags}{' --own-worker' * (count > 1)}`"
+        speed = f"{one.plain:.3g}" + f"; {one.drafted:.3g}" * (one.drafted != one.plain)
+        short.append(f"| {macs} | {_gb(one.download)} GB | {line} |")
+        rows.append(f"| {macs}, {chip} | {_gb(one.download)} GB | {one.context:,} | {speed} | {line} |")
+    for path, expected in ((ROOT / "README.md", short), (ROOT / "docs" / "models.md", rows)):
+        found = [line for line in path.read_text().splitlines() if line.startswith(("| one of", "| two of"))]
+        found = [line for line in found if "`mtp-coord serve" in line]
+        assert found == expected, "\n".join(expected)
 
 
 def test_the_table_of_the_models_of_mlx_lm_is_that_of_the_planner() -> None:

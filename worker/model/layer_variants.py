@@ -29,8 +29,8 @@ from mtp.layers.fused.row_trials import RowTrials
 from mtp.layers.layer import KernelTrial, KVFormat
 from mtp.layers.linear import Fuse, FusedLinear
 from mtp.layers.source_kernel import HALF_TYPES, CudaKernel, MetalKernel
-from proto.control import Kernels
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.state_dir import read_text, state_dir, write_private
 from worker.model.loader import StageModules
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from mtp.device import this_device
 from mtp.layers.layer import KVFormat
-from proto.control import Kernels
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
+from proto.kernels import Kernels
 from worker.cache.sequence_cache import SequenceCache
 from worker.model.layer_variants import choose_variants
 from worker.model.loader import StageModules

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from proto.announcement import is_loopback, join_address, parse_address
-from proto.control import Kernels
 from proto.errors import UsageError
+from proto.kernels import Kernels
 from proto.rpc.listener import thunderbolt_host
 from proto.span import Span
 from proto.terminal import console

@@ -16,7 +16,7 @@ from mtp.device import DEVICES
 from mtp.layers import kv_cache, window_attention
 from mtp.layers.fused import fuse, row_trials
 from mtp.layers.source_kernel import MetalKernel
-from proto.control import Kernels
+from proto.kernels import Kernels
 from tests.support.metal import runner
 from worker.model import layer_variants
 from worker.model.layer_variants import KernelChoice

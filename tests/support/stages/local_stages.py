@@ -20,9 +20,9 @@ from coordinator.schedule.local_generator import effective_mtp_mode
 from coordinator.schedule.loop import GenerationLoop
 from coordinator.schedule.scheduler import Scheduler
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from proto.control import Kernels
 from proto.frame import Frame
 from proto.frame_stamps import FrameStamps
+from proto.kernels import Kernels
 from proto.span import Span
 from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import OnProgress

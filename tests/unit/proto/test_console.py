@@ -76,7 +76,7 @@ def test_help_loads_nothing_heavy(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "libraries"),
     [
-        ("coordinator.cli.cluster_commands", HEAVY),
+        ("coordinator.cli.cluster_commands", HEAVY | {"google.protobuf", "cryptography", "psutil"}),
         ("coordinator.cli.trust_commands", HEAVY),
         ("coordinator.cli.model_commands", LIBRARIES),
         ("coordinator.cli.convert_commands", LIBRARIES),

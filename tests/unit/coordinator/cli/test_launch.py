@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from coordinator.web.context import ApiOptions
 from proto.errors import AccessError, NotReadyError, UsageError
 from tests.support.api.api_client import ApiClient
 from tests.support.api.api_server import serving
+from tests.support.api.fake_generator import FakeStatus
 
 SERVER = Endpoint("http://10.0.0.1:8080", "a-key", "org/model", 100_000)
 
@@ -67,6 +69,21 @@ def test_a_program_is_started_with_its_arguments(url: str, started: list[Any], t
     assert environment["ANTHROPIC_MODEL"] == "tiny"
     assert "ANTHROPIC_API_KEY" not in environment
     assert not (tmp_path / "home").exists()
+
+
+def test_the_cost_of_the_first_turn_is_said_before_the_start(
+    url: str, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time follows the measured speed of prompts. Without one it is not said, and the agent starts."""
+    launch("claude", "--url", url, "--api-key", "a-key")
+    assert "about 28,000 tokens. Computing it takes a while, once\n" in capsys.readouterr().err
+    served = FakeStatus.status
+    monkeypatch.setattr(FakeStatus, "status", lambda self: replace(served(self), prompt_tokens_per_second=373.0))
+    launch("claude", "--url", url, "--api-key", "a-key")
+    assert "about 28,000 tokens: about 75 s once, then kept\n" in capsys.readouterr().err
+    launch("goose", "--url", url, "--api-key", "a-key")
+    assert "prompt" not in capsys.readouterr().err
+    assert len(started) == 9
 
 
 def test_a_users_own_files_are_never_written(url: str, started: list[Any], tmp_path: Path) -> None:

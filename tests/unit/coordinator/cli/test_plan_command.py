@@ -41,8 +41,8 @@ def test_json_has_the_promised_keys(model: Path) -> None:
     facts = facts_of(str(model), "--nodes", "3", "--memory", "1GB")
     assert set(facts) == {
         "candidates", "drafts", "machines", "slowest_seconds", "pass_seconds", "capacity", "unused",
-        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences", "fastest", "head",
-        "accepted", "first_token_seconds",
+        "rows_on_disk", "vision_bytes", "stages", "reason", "sequences", "fastest", "head", "no_group", "accepted",
+        "first_token_seconds",
     }  # fmt: skip
     assert [stage["node"] for stage in facts["stages"]] == ["node-1", "node-2", "node-3"]
     layers = [i for stage in facts["stages"] for i in Span.parse(stage["layers"])]
@@ -141,7 +141,11 @@ def test_the_plan_says_where_one_machine_is_faster() -> None:
     assert "drafting" not in text
     facts = facts_of("qwen3:235b-a22b", "--bits", "4", *PAIR)
     assert facts["fastest"] == "a pipeline of 2"
-    assert "fastest on one machine" not in run("qwen3:235b-a22b", "--bits", "4", *PAIR)
+    text = " ".join(run("qwen3:235b-a22b", "--bits", "4", *PAIR).split())
+    assert "fastest on one machine" not in text
+    assert "Not one machine: none has room for the model." in text
+    assert "No group: the layers of qwen3_moe cannot be shared." in text
+    assert "│ a pipeline of 2 │" in text
 
 
 def test_memory_belongs_to_some_machines(model: Path) -> None:
