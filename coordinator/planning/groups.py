@@ -40,8 +40,8 @@ rows on: products with 17408 x 5120 in 4 bits on an M4 Pro by mlx-dspark 0.20.3,
 """
 
 EXPERT_ROW_COSTS: Mapping[int, float] = {1: 1.0, 2: 1.3, 4: 1.97}
-"""The same for a mixture of experts, whose rows read other experts: one of 321 B on an M3 Ultra by TensorFold. It says of
-35B-A3B that four rows read twice the bytes of one. No more than three drafts are predicted."""
+"""The same for a mixture of experts, whose rows read other experts: one of 321 B on an M3 Ultra by TensorFold. It says
+of 35B-A3B that four rows read twice the bytes of one. No more than three drafts are predicted."""
 
 DEFAULT_COLLECTIVE = 300e-6
 """Seconds of a sum over a link that was not measured yet: TCP over a Thunderbolt bridge, by its users' figures."""

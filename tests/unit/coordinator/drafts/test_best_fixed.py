@@ -174,8 +174,8 @@ def share(machine: str, kind: str, streams: int, noise: str, seeds: range) -> fl
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_auto_comes_near_the_best_fixed_choice(machine: str, kind: str) -> None:
-    """From a cold start one stream has .97 of the speed of the best fixed `--mtp` and `--ngram`."""
-    assert share(machine, kind, 1, "quiet", range(1)) >= 0.97
+    """From a cold start one stream has .97 of the speed of the best fixed `--mtp` and `--ngram`, as a mean of two."""
+    assert share(machine, kind, 1, "quiet", range(2)) >= 0.97
 
 
 @pytest.mark.slow
