@@ -261,7 +261,7 @@ def gathered_attention(reads: SparseReads) -> mx.array:
     tile = max(1, TILE_BYTES // (read * row))
     # An index in place of `squeeze` would copy the whole cache.
     held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
-    inner = mx.arange(args.block, dtype=mx.uint32)
+    inner = mx.array(np.arange(args.block), mx.uint32)
     outputs = []
     for start in range(0, q.shape[2], tile):
         own = slice(start, min(start + tile, q.shape[2]))

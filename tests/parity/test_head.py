@@ -249,7 +249,7 @@ def test_the_cache_never_drifts_from_the_text(checkpoints: Checkpoints, options:
     assert script.known == stock.tokens[: len(script.known)]
 
 
-@pytest.mark.parametrize("family", ["", *OWN_FAMILIES])
+@pytest.mark.parametrize("family", ["", pytest.param("flash-next", marks=pytest.mark.slow), "glm"])
 def test_drafts_on_the_device_are_those_of_the_host(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -149,8 +149,14 @@ def test_a_residual_and_its_norm_equal_mlxs(dtype: mx.Dtype, rows: int) -> None:
     assert error(normed, mx.fast.rms_norm(x + y, weight, 1e-6)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        pytest.param(dtype, rows, marks=() if (number, rows) in {(0, 1), (1, 3)} else pytest.mark.slow)
+        for rows in (1, 3)
+        for number, dtype in enumerate(TYPES)
+    ],
+)
 def test_experts_and_streams_equal_the_operations(dtype: mx.Dtype, rows: int) -> None:
     """The sources that NVIDIA GPUs share compute what MLX's operations do."""
     row_kernels.check_experts(MetalKernel, dtype, rows)

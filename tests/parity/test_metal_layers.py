@@ -215,7 +215,7 @@ def test_delta_attention_computes_what_its_operations_do(bound: float | None) ->
     assert row_kernels.error(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["Flash-Next", "GLM"])
+@pytest.mark.parametrize("family", [pytest.param("Flash-Next", marks=pytest.mark.slow), "GLM"])
 def test_few_rows_of_4_bits_have_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """A quantized model with residual streams computes with the kernels of few rows what MLX's operations compute."""
     if family == "GLM":

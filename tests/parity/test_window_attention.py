@@ -150,7 +150,7 @@ def test_the_error_of_every_form_is_not_above_that_of_mlx(dim: int, dtype: mx.Dt
     check_error(dim, 3, dtype, bits)
 
 
-@pytest.mark.parametrize(("dim", "gqa", "dtype", "bits"), [FORMS[2], FORMS[5]])
+@pytest.mark.parametrize(("dim", "gqa", "dtype", "bits"), [FORMS[2], pytest.param(*FORMS[5], marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_the_window(dim: int, gqa: int, dtype: mx.Dtype, bits: int | None) -> None:
     """A row has the same bits in windows of 2 to 16 rows, wherever they begin and in either cache."""
     case = Case(dim, gqa, dtype, bits, 282)
