@@ -14,7 +14,7 @@ from rich.table import Table
 
 from coordinator.planning import groups
 from coordinator.planning.capacity import plan_capacity
-from coordinator.planning.chips import card_spec, find_card, mac_specs
+from coordinator.planning.chips import CARDS, card_spec, find_card, mac_specs
 from coordinator.planning.groups import ONE_MACHINE
 from coordinator.planning.plan import MAX_FREE_NODES, PROMPT_TOKENS, NodeSpec, StagePlan
 from coordinator.serve import options
@@ -138,8 +138,12 @@ def parse_node(text: str) -> NodeSpec:
     size, *settings = rest.split(",")
     if not (name.strip() and equals and size):
         raise UsageError(f"--node {text!r:.80}: write NAME=SIZE, as in mac-1=64GB,speed=2")
-    card = find_card(size)
-    spec = card_spec(name.strip(), card) if card else NodeSpec(name.strip(), parse_size(size))
+    if card := find_card(size):
+        spec = card_spec(name.strip(), card)
+    elif size.strip()[:1].isdigit():
+        spec = NodeSpec(name.strip(), parse_size(size))
+    else:
+        raise UsageError(f"--node {text!r:.80}: not a size such as 64GB, and not a known card: {', '.join(CARDS)}")
     for setting in settings:
         key, _, value = setting.partition("=")
         match key.strip():

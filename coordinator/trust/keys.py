@@ -77,7 +77,9 @@ class KeyRing:
         return self._keys
 
     def create(self, name: str, scopes: frozenset[Scope]) -> str:
-        """Store a new key and return it. Nothing can show it again. Raises UsageError for a known name."""
+        """Store a new key and return it. Nothing can show it again. Raises UsageError for a known or empty name."""
+        if not name.strip():
+            raise UsageError("the name of a key is empty. Give one, such as laptop")
         key, digest = _new_key()
         with self._file.changing() as content:
             if name in content:

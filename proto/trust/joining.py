@@ -58,7 +58,7 @@ class JoinToken:
     def parse(cls, text: str) -> JoinToken:
         """Invert `str`. Raises UsageError that does not repeat the text, because it is a secret."""
         malformed = UsageError(
-            "--join: the token is malformed or incomplete. Copy the whole line that mtp-coord token create printed"
+            "the token is malformed or incomplete. Copy the whole line that mtp-coord token create printed"
         )
         text = "".join(text.split()).strip("\"'`")  # a terminal breaks a long line
         text = text[max(0, text.find(JOIN_PREFIX)) :]  # the whole line was copied

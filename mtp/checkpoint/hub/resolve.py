@@ -121,8 +121,7 @@ def _unknown(name: str) -> CheckpointError:
     meant = f" Did you mean {' or '.join(names)}?" if names else ""
     return CheckpointError(
         f"model {name!r:.200}: no such directory.{meant} Give a directory, a hub repo such as Qwen/Qwen3.5-4B, a short "
-        f"name such as qwen3.8:27b, or {BUILTIN}. Models of Qwen3.5, 3.6, 3.8 and Qwen3-Next are served, and mtp-coord "
-        "recommend lists them."
+        f"name such as qwen3.8:27b, or {BUILTIN}. mtp-coord recommend lists what fits these machines."
     )
 
 

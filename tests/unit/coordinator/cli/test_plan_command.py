@@ -86,7 +86,19 @@ def test_a_node_is_read_as_written() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a", "a=", "=1GB", "a=x", "a=1GB,speed=fast", "a=1GB,speed=0", "a=1GB,tflops=-1", "a=1GB,cores=8", "a=1GB,"],
+    [
+        "",
+        "a",
+        "a=",
+        "=1GB",
+        "a=x",
+        "a=1GB,speed=fast",
+        "a=1GB,speed=0",
+        "a=1GB,tflops=-1",
+        "a=1GB,cores=8",
+        "a=1GB,",
+        "a=RTX 9999",
+    ],
 )
 def test_what_is_no_node_is_refused(text: str) -> None:
     """A malformed node is a UsageError that shows the form or names the setting."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.trust.authority import Authority
+from coordinator.trust.keys import KeyRing
 from coordinator.trust.registry import Registry
+from proto.errors import UsageError
 from proto.trust.joining import JoinToken, new_token
 
 
@@ -31,6 +34,8 @@ def test_lists_have_a_header_and_say_none(tmp_path: Path) -> None:
     assert header.split() == ["key", "scopes", "created"]
     assert row.startswith("anna  inference  ")
     assert lines(tmp_path, "key", "revoke", "anna") == ["revoked anna"]
+    with pytest.raises(UsageError, match="name of a key is empty"):
+        KeyRing(tmp_path).create(" ", frozenset())
 
 
 def test_the_list_of_tokens_has_those_of_the_user(tmp_path: Path) -> None:
