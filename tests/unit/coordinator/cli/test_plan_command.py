@@ -107,7 +107,7 @@ def test_what_is_no_node_is_refused(text: str) -> None:
 
 
 def test_the_first_token_is_predicted_where_prompts_are_known() -> None:
-    """Of two machines with equal tokens the one with faster prompts computes more layers, and the reason says why."""
+    """A machine with faster prompts computes more layers than one with equal tokens, and the reason says why."""
     mac = ("--mac", "M4 Pro 64GB")
     facts, unknown = (
         facts_of("qwen3.5:27b", "--bits", "4", *mac, "--node", f"box=96GB,speed=2.6{tflops}")

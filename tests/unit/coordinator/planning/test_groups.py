@@ -248,7 +248,7 @@ def test_auto_counts_drafts() -> None:
 
 
 def test_auto_counts_the_drafts_that_are_fixed() -> None:
-    """Where --mtp fixes one draft, the group that is fastest with more drafts is slower than one machine.
+    """The group that is fastest with more drafts is slower than one machine if --mtp fixes one draft.
 
     The workers report their chips, whose launches a group does not share.
     """

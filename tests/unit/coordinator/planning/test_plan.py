@@ -199,7 +199,7 @@ def model_of(layers: int, *, seconds: float = 0.001, weight: int = GB) -> ModelC
 
 
 def test_unlike_machines_are_cut_for_whole_requests() -> None:
-    """Where prompts count, no other cut takes less time for a prompt and its answer on its slowest stage."""
+    """No other cut takes less time for a prompt and its answer on its slowest stage, if prompts count."""
     model = ModelCosts(layers=(LayerCost(GB, 0.001, prompt_operations=1e9),) * 24, lm_head_seconds=0.002)
     mac, box = NodeSpec("mac", 99 * GB, 4.0, operations=1e13), NodeSpec("box", 99 * GB, 4.0, operations=9e13)
 
