@@ -6,9 +6,8 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter
@@ -21,7 +20,7 @@ from coordinator.answers.delivery import CLIENT_DISCONNECTED, outcome_of
 from coordinator.prompts.message_fields import Many
 from coordinator.prompts.request_settings import check_model
 from coordinator.status.metrics import RequestMeter
-from coordinator.text.embedder import Embedder, Tokens, Vector
+from coordinator.text.embedder import Embedder, Vector
 from coordinator.web.context import Api, api_of, client_of
 from coordinator.web.error_responses import refused_field
 from coordinator.web.request_body import Body, read_body
@@ -34,9 +33,6 @@ MAX_INPUTS, MAX_TOTAL = 2048, 300_000
 MAX_ANSWER_BYTES = 64 * 2**20
 """Bytes. Bounds the memory of one answer."""
 
-NUMBER_BYTES = {"float": 22, "base64": 6}
-"""Bytes of one number of a vector in an answer."""
-
 
 class EmbeddingBody(Body):
     """The fields of all three requests. `input` is a text, texts, token ids or lists of them; `prompt` is a text."""
@@ -47,14 +43,6 @@ class EmbeddingBody(Body):
     dimensions: int | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] = "float"
     truncate: bool | None = None
-
-    @property
-    def inputs(self) -> Sequence[str | list[int]]:
-        given = self.input or self.prompt
-        if isinstance(given, str):
-            return [given] if given else []
-        tokens = [token for token in given if isinstance(token, int)]
-        return [tokens] if tokens else [each for each in given if not isinstance(each, int)]
 
     def write(self, vector: Vector) -> str:
         """Return the JSON of a vector, which keeps its length of 1 when `dimensions` cuts it."""
@@ -70,54 +58,28 @@ router = APIRouter()
 
 
 @router.post("/v1/embeddings")
-async def embeddings(request: Request) -> Response:
-    """Return the vectors of texts in OpenAI's format."""
-
-    def write(name: str, vectors: list[str], tokens: int, seconds: float) -> str:
-        items = [f'{{"object": "embedding", "index": {i}, "embedding": {each}}}' for i, each in enumerate(vectors)]
-        usage = json.dumps({"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
-        return f'{{"object": "list", "data": [{", ".join(items)}], {usage[1:]}'
-
-    return await _serve(request, "embeddings", write)
-
-
 @router.post("/api/embed")
-async def embed(request: Request) -> Response:
-    """Return the vectors of texts in Ollama's format."""
-
-    def write(name: str, vectors: list[str], tokens: int, seconds: float) -> str:
-        times = {"total_duration": int(seconds * 1e9), "load_duration": 0, "prompt_eval_count": tokens}
-        return f'{{"embeddings": [{", ".join(vectors)}], {json.dumps({"model": name, **times})[1:]}'
-
-    return await _serve(request, "ollama_embed", write)
-
-
 @router.post("/api/embeddings")
-async def embedding(request: Request) -> Response:
-    """Return the vector of one text in the older format of Ollama."""
-    return await _serve(request, "ollama_embed", lambda name, vectors, *_: f'{{"embedding": {(vectors or ["[]"])[0]}}}')
-
-
-async def _serve(request: Request, endpoint: str, write: Callable[[str, list[str], int, float], str]) -> Response:
-    """Answer a request. `write` gets the model's name, the vectors, the number of tokens and the seconds."""
-    api, request_id = api_of(request), new_id("embd-")
+async def embeddings(request: Request) -> Response:
+    """Return the vectors of texts in the format of the path, the last of which is Ollama's older one for one text."""
+    api, path, request_id, began = api_of(request), request.scope["path"], new_id("embd-"), time.perf_counter()
     assert api.embedder is not None
-    meter, began, outcome = RequestMeter(api.metrics, endpoint), time.perf_counter(), "cancelled"
-    vectors: list[str] = []
+    is_ollama, outcome = path != "/v1/embeddings", "cancelled"
+    meter = RequestMeter(api.metrics, "ollama_embed" if is_ollama else "embeddings")
     try:
         body = await read_body(request, EmbeddingBody)
         check_model(api, body.model, served=api.embedder.info)
-        inputs = await _tokenize(api, api.embedder, body, is_ollama=endpoint != "embeddings")
-        meter.record.prompt_tokens = sum(map(len, inputs))
-        async with api.embedder.open_request(client_of(request)) as compute:
-            for tokens in inputs:
+        inputs = await _tokenize(api, api.embedder, body, is_ollama=is_ollama)
+        meter.record.prompt_tokens = tokens = sum(map(len, inputs))
+        async with api.embedder.open_request(client_of(request)):
+            vectors = []
+            for each in inputs:
                 if await request.is_disconnected():
                     return Response(status_code=CLIENT_DISCONNECTED)
-                vectors.append(body.write(await compute(tokens)))
-        meter.record_prompt(meter.record.prompt_tokens, 0)
+                vectors.append(body.write(await api.embedder.compute(each)))
+        meter.record_prompt(tokens, 0)
         outcome = "stop"
-        seconds = time.perf_counter() - began
-        content = write(api.embedder.info.id, vectors, meter.record.prompt_tokens, seconds)
+        content = _answer(path, api.embedder.info.id, vectors, tokens, time.perf_counter() - began)
         return Response(content, media_type="application/json", headers={"X-Request-Id": request_id})
     except Exception as error:
         outcome = outcome_of(error)
@@ -127,18 +89,32 @@ async def _serve(request: Request, endpoint: str, write: Callable[[str, list[str
         log.info("request ended", extra={**facts, "seconds": round(meter.end(outcome), 3)})
 
 
-async def _tokenize(api: Api, embedder: Embedder, body: EmbeddingBody, *, is_ollama: bool) -> list[Tokens]:
+def _answer(path: str, name: str, vectors: list[str], tokens: int, seconds: float) -> str:
+    """Return the JSON of an answer."""
+    if path == "/api/embeddings":
+        return f'{{"embedding": {(vectors or ["[]"])[0]}}}'
+    if path == "/api/embed":
+        times = {"total_duration": int(seconds * 1e9), "load_duration": 0, "prompt_eval_count": tokens}
+        return f'{{"embeddings": [{", ".join(vectors)}], {json.dumps({"model": name, **times})[1:]}'
+    items = [f'{{"object": "embedding", "index": {i}, "embedding": {each}}}' for i, each in enumerate(vectors)]
+    usage = json.dumps({"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    return f'{{"object": "list", "data": [{", ".join(items)}], {usage[1:]}'
+
+
+async def _tokenize(api: Api, embedder: Embedder, body: EmbeddingBody, *, is_ollama: bool) -> list[list[int]]:
     """Return the tokens of all inputs. Raises RequestError for a request beyond the limits."""
-    inputs, size = body.inputs, body.dimensions or embedder.size
+    given: Any = body.input or body.prompt or []
+    inputs = [given] if isinstance(given, str) or isinstance(next(iter(given), None), int) else given
     if not inputs and not is_ollama:  # Ollama's clients load the model so
         raise refused_field("input", "empty. Send a text or a list of texts.")
+    size = body.dimensions or embedder.size
     if size > embedder.size:
         raise refused_field("dimensions", f"{size} exceeds the {embedder.size} of this model. Send fewer.")
-    if len(inputs) > min(MAX_INPUTS, MAX_ANSWER_BYTES // (size * NUMBER_BYTES[body.encoding_format])):
+    number_bytes = 22 if body.encoding_format == "float" else 6
+    if len(inputs) > min(MAX_INPUTS, MAX_ANSWER_BYTES // (size * number_bytes)):
         raise refused_field("input", f"{len(inputs)} inputs are too many for one request. Send fewer.")
     truncate = is_ollama if body.truncate is None else body.truncate
-    tokenize = partial(embedder.tokenize, inputs, truncate=truncate)
-    found = await api.large_work.run(sum(map(len, inputs)), tokenize)
+    found = await api.large_work.run(sum(map(len, inputs)), partial(embedder.tokenize, inputs, truncate=truncate))
     if (total := sum(map(len, found))) > MAX_TOTAL:
         raise refused_field("input", f"{total} tokens exceed the {MAX_TOTAL} of one request. Send fewer inputs.")
     return found

@@ -257,7 +257,7 @@ class _Server:
         with byte_bar("downloading the embedding model", log) as show:
             path = await asyncio.to_thread(resolve_model, model, show, self.download.stop)
         self.embedder = embedder = await asyncio.to_thread(Embedder, served_name(model), path)
-        stack.push_async_callback(embedder.close)
+        stack.callback(embedder.close)
         await embedder.start()
         if self.own_worker is not None:
             self.own_worker = self.own_worker.limited_to(embedder.rest_bytes)

@@ -1,7 +1,6 @@
 """Vectors of texts for `serve --embeddings`: the tokenizer, and the process beside the server that has the weights.
 
-The process computes each input alone, so its vector does not depend on others. A job is a count and the token ids, 32
-bits each, and a result the numbers of a vector in fp32. So no object of the process is trusted.
+The process computes each input alone, so its vector does not depend on others. Jobs and results are lists in JSON.
 """
 
 from __future__ import annotations
@@ -11,19 +10,17 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import weakref
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+from coordinator.text.side_process import Process, ask, command_of, end, start_process
 from coordinator.text.tokenizer import ContextLengthError, ModelInfo
 from mtp.checkpoint.format.config import read_json_object
 from proto.errors import CapacityError, CheckpointError, MemoryLimitError, NotReadyError, RequestError
@@ -32,7 +29,6 @@ from worker.engine.hardware import default_memory_limit, set_limits
 
 log = logging.getLogger(__name__)
 
-Tokens = np.ndarray[Any, np.dtype[np.uint32]]
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 MAX_TOKENS = 8192
@@ -40,9 +36,6 @@ MAX_TOKENS = 8192
 
 ROOM = 2 * 2**30
 """Bytes of the process besides its weights: programs, K/V and activations of an input of MAX_TOKENS."""
-
-START_SECONDS = 300.0
-"""Seconds. Bounds reading the weights from a slow disk."""
 
 REQUEST_SECONDS = 600.0
 """Seconds. Deadline of a request. A job that runs then is ended with the process, and the next one starts another."""
@@ -77,8 +70,7 @@ class Embedder:
         vocabulary = self._backend.get_vocab()
         self._vocab_size = max(vocabulary.values()) + 1
         self._most_characters = (limit + 1) * max(map(len, vocabulary))
-        program = f"from {__name__} import main; main()"
-        self.command: tuple[str, ...] = (sys.executable, "-P", "-c", program, str(path), str(self.needed_bytes))
+        self.command = command_of(__name__, str(path), str(self.needed_bytes))
         self.size = 0
         """The numbers of a vector, once the process has started."""
         self.process: Process | None = None
@@ -86,12 +78,12 @@ class Embedder:
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._open: Counter[str] = Counter()
 
-    def tokenize(self, inputs: Sequence[str | list[int]], *, truncate: bool) -> list[Tokens]:
+    def tokenize(self, inputs: Sequence[str | list[int]], *, truncate: bool) -> list[list[int]]:
         """Return the tokens of each input. Blocks. Raises RequestError, without `truncate` for longer ones too."""
         found, limit = [], self.info.context_length
         for index, given in enumerate(inputs):
             if isinstance(given, str):
-                encoded = self._backend.encode(given[: self._most_characters])
+                (encoded,) = self._backend.encode_batch([given[: self._most_characters]])  # lets other threads run
                 tokens, count = encoded.ids, sum(len(each.ids) for each in (encoded, *encoded.overflowing))
             else:
                 tokens, count = given[:limit], len(given)
@@ -102,80 +94,56 @@ class Embedder:
             if count > limit and not truncate:
                 problem = f"{name}: {count} tokens exceed the model's maximum context length of {limit} tokens"
                 raise ContextLengthError(f"{problem}. Shorten it.", count, limit, param="input")
-            found.append(np.array(tokens, np.uint32))
+            found.append(tokens)
         return found
 
     @contextlib.asynccontextmanager
-    async def open_request(self, client: str) -> AsyncIterator[Callable[[Tokens], Awaitable[Vector]]]:
-        """Yield a function that returns the vector of an input. Clients take turns, one input each.
+    async def open_request(self, client: str) -> AsyncIterator[None]:
+        """Hold a place for a request, whose block runs after those of the client's earlier requests.
 
-        Raises CapacityError for too many requests, and NotReadyError after REQUEST_SECONDS or if the process ends.
+        Raises CapacityError without a place, and NotReadyError after REQUEST_SECONDS.
         """
         if self._open.total() >= MOST_OPEN or self._open[client] >= MOST_OF_CLIENT:
             raise CapacityError("Too many requests wait for embeddings. Try again later.", retry_after=5.0)
         self._open[client] += 1
-        turn = self._turns.setdefault(client, asyncio.Lock())
         try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                yield partial(self._compute_in_turn, turn)
+            async with asyncio.timeout(REQUEST_SECONDS), self._turns.setdefault(client, asyncio.Lock()):
+                yield
         except TimeoutError as error:
             raise NotReadyError(f"The embeddings took more than {REQUEST_SECONDS:g} s. Send fewer inputs.") from error
         finally:
             self._open -= Counter([client])  # drops a client without requests
 
-    async def _compute_in_turn(self, turn: asyncio.Lock, tokens: Tokens) -> Vector:
-        async with turn, self._lock:
-            for _ in range(2):  # a process that was killed is replaced at once
-                process = await self.start()
-                assert process.stdin is not None and process.stdout is not None
-                try:
-                    process.stdin.write(len(tokens).to_bytes(4, "little") + tokens.astype("<u4").tobytes())
-                    await process.stdin.drain()
-                    vector = np.frombuffer(await process.stdout.readexactly(4 * self.size), "<f4")
-                except (OSError, EOFError):
-                    log.warning("the process of the embeddings ended. It starts again", extra={"pid": process.pid})
-                    await self.close()
-                    continue
-                except BaseException:  # the result would be that of the next job
-                    await self.close()
-                    raise
-                if not np.isfinite(vector).all():
-                    raise NotReadyError("The embedding model computed no finite vector. Use other weights.")
-                return vector
+    async def compute(self, tokens: Sequence[int]) -> Vector:
+        """Return the vector of an input of an open request. Clients take turns. Raises NotReadyError."""
+        async with self._lock:
+            answer = await ask(await self.start(), json.dumps(tokens).encode() + b"\n")
+        if not answer:
             raise NotReadyError("The process of the embeddings has ended. Send a shorter input.")
+        vector = np.array(json.loads(answer), np.float32)
+        if not np.isfinite(vector).all():
+            raise NotReadyError("The embedding model computed no finite vector. Use other weights.")
+        return vector
 
     async def start(self) -> Process:
         """Return the process, which is started and reads the weights unless it runs. Raises CheckpointError."""
-        if self.process is not None and self.process.returncode is None:
+        if self.process is not None and self.process.poll() is None:
             return self.process
-        process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-        )
-        self.process = process
-        facts, assumed = {}, '{"error": "its process has ended"}'
-        try:
-            assert process.stdout is not None
-            async with asyncio.timeout(START_SECONDS):
-                facts = json.loads(await process.stdout.readline() or assumed)
-        except TimeoutError:
-            facts["error"] = f"it takes more than {START_SECONDS:g} s"
-        finally:
-            if "size" not in facts:
-                await self.close()
+        self.close()
+        self.process = process = await start_process(self.command)
+        facts = json.loads(await ask(process, b"") or '{"error": "its process has ended"}')
         if "error" in facts:
+            self.close()
             text = f"the embedding model {self.info.id} cannot be loaded: {facts['error']}"
             raise CheckpointError(text, public="the embedding model cannot be loaded. See the server's log")
         self.size = facts["size"]
         log.info("embedding model loaded", extra={"model": self.info.id, "pooling": facts["pooling"]})
         return process
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the process."""
-        process, self.process = self.process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        if self.process is not None:
+            end(self.process)
 
 
 # ---- in the process
@@ -185,19 +153,14 @@ def main() -> None:
     """Load the checkpoint of the command line, and answer the jobs of the standard input until it ends."""
     from mtp.mlx_models.pooled import PooledDecoder  # the server does without its imports
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    jobs, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print
-    facts: dict[str, Any] = {}
     try:
         set_limits(int(sys.argv[2]))
         decoder = PooledDecoder(Path(sys.argv[1]))
         facts = {"size": len(decoder.vector([0])), "pooling": decoder.pooling}
     except Exception as error:
-        facts["error"] = f"{error!s:.500}"
-    results.write(json.dumps(facts).encode() + b"\n")
-    results.flush()
-    while "size" in facts and (head := jobs.read(4)):
-        tokens = np.frombuffer(jobs.read(4 * int.from_bytes(head, "little")), "<u4")
-        results.write(decoder.vector(tokens.tolist()).astype("<f4").tobytes())
-        results.flush()
+        facts = {"error": f"{error!s:.500}"}
+    print(json.dumps(facts), file=results)
+    for job in sys.stdin if "size" in facts else ():
+        print(json.dumps(decoder.vector(json.loads(job)).tolist()), file=results)

@@ -15,7 +15,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ import psutil
 from llguidance import LLMatcher, LLTokenizer
 
 from coordinator.text.schemas import DEFINITIONS, Json, ToolSchemas
+from coordinator.text.side_process import Process, ask, command_of, end, start_process
 from mtp.sampling.grammar import grammar_problem, tokenizer_of
 from proto.errors import CapacityError, NotReadyError, RequestError
 from proto.params import MAX_GRAMMAR_BYTES
@@ -368,8 +368,6 @@ OVERFLOWS = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
 MAX_RESULTS = 64
 """Results kept for requests with the same format, refusals among them: 16 MB of the largest grammars."""
 
-Process = subprocess.Popen[bytes]
-
 
 class GrammarProcess:
     """The compiler of output formats for the tokenizer with the packed `vocabulary`. Use it on one event loop."""
@@ -407,7 +405,7 @@ class GrammarProcess:
     def close(self) -> None:
         """End the process."""
         if self.process is not None:
-            _end(self.process)
+            end(self.process)
         self.process = None
 
     async def _compile_in_turn(self, key: bytes, job: bytes, param: str) -> None:
@@ -429,73 +427,40 @@ class GrammarProcess:
             self._turn.release()
 
     async def _run(self, job: bytes, param: str) -> dict[str, str]:
-        """Return a job's result. End the process for one above a bound. Raises NotReadyError if it ends itself."""
-        process, answer = await self._started(), b""
+        """Return a job's result. The process ends above a bound. Raises NotReadyError if it ends without a cause."""
+        process = await self._started()
         try:
             async with asyncio.timeout(JOB_SECONDS):
-                answer = await asyncio.to_thread(_ask, process, job + b"\n")
-            if answer:
-                return dict(json.loads(answer))
-            code = await asyncio.to_thread(process.wait)
-            if code != TOO_LARGE and code not in OVERFLOWS:
-                # The format need not be the cause, so this is no result to keep.
-                raise NotReadyError("The compiler of formats has ended. Try again.")
-            bound = "the stack" if code in OVERFLOWS else f"{MAX_GROWTH // 2**20} MiB"
+                answer = await ask(process, job + b"\n")
         except TimeoutError:
             bound = f"{JOB_SECONDS:g} s"
-        finally:
-            if not answer:
-                self.process = None
-                await asyncio.to_thread(_end, process)
+        else:
+            if answer:
+                return dict(json.loads(answer))
+            if process.returncode != TOO_LARGE and process.returncode not in OVERFLOWS:
+                # The format need not be the cause, so this is no result to keep.
+                raise NotReadyError("The compiler of formats has ended. Try again.")
+            bound = "the stack" if process.returncode in OVERFLOWS else f"{MAX_GROWTH // 2**20} MiB"
         text = f"{param}: compiling the format takes more than {bound}. Send a smaller format."
         return {"refusal": text, "param": param}
 
     async def _started(self) -> Process:
-        """Return the process, started if needed. Raises NotReadyError if it does not start."""
+        """Return the process, started unless it runs. Raises NotReadyError if it does not start."""
         async with self._starting:
-            self.process = self.process or await self._start()
+            if self.process is None or self.process.returncode is not None:
+                self.process = await self._start()
             return self.process
 
     async def _start(self) -> Process:
-        process, answer = await asyncio.to_thread(_new_process), b""
-        weakref.finalize(self, _end, process)
-        try:
+        process, answer = await start_process(command_of(__name__)), b""
+        weakref.finalize(self, end, process)
+        facts = f"{len(self.vocabulary)} {MAX_GROWTH}\n".encode()
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
-                facts = f"{len(self.vocabulary)} {MAX_GROWTH}\n".encode()
-                answer = await asyncio.to_thread(_ask, process, facts + self.vocabulary)
-        except TimeoutError:
-            pass
-        finally:
-            if not answer:
-                await asyncio.to_thread(_end, process)
+                answer = await ask(process, facts + self.vocabulary)
         if not answer:
             raise NotReadyError("The compiler of formats does not start. Try again later.")
         return process
-
-
-def _new_process() -> Process:
-    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
-
-
-def _ask(process: Process, data: bytes) -> bytes:
-    """Send `data`, and return the line that the process answers, or nothing if it has ended. Blocks."""
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(OSError):
-        process.stdin.write(data)
-        process.stdin.flush()
-    return process.stdout.readline()
-
-
-def _end(process: Process) -> None:
-    """End the process, and with it the thread that waits for its answer."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # text that was not sent
-            if pipe is not None:
-                pipe.close()
 
 
 # ---- in the process
@@ -503,7 +468,6 @@ def _end(process: Process) -> None:
 
 def main() -> None:
     """Compile the jobs of the standard input, one a line, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, which ends this process
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK if hard < 0 else min(MAX_STACK, hard), hard))
     jobs, results = sys.stdin.buffer, sys.stdout.buffer

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes, load_model
 
 from proto.errors import CheckpointError
 
 CHUNK = 512
 """Tokens. Rows that are computed at once. This bounds the memory of activations for inputs of any length."""
-
-_POOLING, _PLAIN = "Pooling", {"Transformer", "Pooling", "Normalize"}
-"""Modules of sentence-transformers that this class computes. Every vector is normalized."""
 
 
 def pooling_of(path: Path) -> str:
@@ -29,9 +26,9 @@ def pooling_of(path: Path) -> str:
     file, folder = path / "modules.json", "1_Pooling"
     for module in json.loads(file.read_text()) if file.is_file() else ():
         kind = str(module["type"]).rpartition(".")[2]
-        if kind not in _PLAIN:
+        if kind not in ("Transformer", "Pooling", "Normalize"):  # every vector is normalized
             raise CheckpointError(f"{file}: the module {kind!r:.60} is not supported. Use a model without it.")
-        folder = module["path"] if kind == _POOLING else folder
+        folder = module["path"] if kind == "Pooling" else folder
     file = path / folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     names: set[str] = {name for name, value in config.items() if value is True} | {config.get("pooling_mode", "")}
@@ -51,8 +48,8 @@ class PooledDecoder:
         if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
             raise CheckpointError(f"{path}: its tokens attend to later ones, which mlx-lm does not compute. Use Qwen3.")
         # The lm_head is not used: some checkpoints lack it, and in others it is as large as several layers.
-        options = {"model_config": {"tie_word_embeddings": True}, "get_model_classes": _classes}
-        self.model, _ = import_module("mlx_lm.utils").load_model(path, **options)
+        tied = {"tie_word_embeddings": True}
+        self.model: Any = load_model(path, model_config=tied, get_model_classes=_classes)[0]
         self._backbone = getattr(self.model, "model", None)
         if not hasattr(self._backbone, "embed_tokens") or not hasattr(self._backbone, "norm"):
             raise CheckpointError(f"{path}: {config['model_type']} has no plain decoder. Use a model such as Qwen3.")
@@ -65,19 +62,16 @@ class PooledDecoder:
             rows = self._backbone(chunk, cache=caches)[0].astype(mx.float32)  # type: ignore[misc]
             pooled = pooled + rows.sum(0) if self.pooling == "mean" else rows[-1]
             mx.eval(pooled, [cache.state for cache in caches])
-        pooled = pooled / mx.linalg.norm(pooled)
-        return np.array(pooled)
+        return np.array(pooled / mx.linalg.norm(pooled))
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return mlx-lm's classes of `config`, with a model that reads Qwen's names, which lack the prefix `model.`."""
-    kind, args = import_module("mlx_lm.utils")._get_classes(config)
+    kind, args = _get_classes(config)
 
     def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        if "embed_tokens.weight" in weights:
-            weights = {f"model.{name}": weight for name, weight in weights.items()}
-        if "lm_head" not in model:
-            weights = {name: weight for name, weight in weights.items() if "lm_head." not in name}
+        prefix = "model." if "embed_tokens.weight" in weights else ""
+        weights = {prefix + name: w for name, w in weights.items() if "lm_head" in model or "lm_head." not in name}
         return kind.sanitize(model, weights) if hasattr(kind, "sanitize") else weights
 
     return type(kind.__name__, (kind,), {"sanitize": sanitize}), args

@@ -16,13 +16,12 @@ SLOW = 13
 """A number of tokens for which the process takes a minute."""
 
 PROGRAM = f"""
-import array, sys, time
-jobs, results = sys.stdin.buffer, sys.stdout.buffer
-results.write(b'{{"size": 4, "pooling": "mean"}}\\n'), results.flush()
-while head := jobs.read(4):
-    tokens = array.array("I", jobs.read(4 * int.from_bytes(head, "little")))
+import json, sys, time
+print('{{"size": 4, "pooling": "mean"}}', flush=True)
+for job in sys.stdin:
+    tokens = json.loads(job)
     time.sleep(60 if len(tokens) == {SLOW} else 0)
-    results.write(array.array("f", [0, 0.6, 0.8 * tokens[0], 0.8 * tokens[-1]])), results.flush()
+    print([0, 0.6, 0.8 * tokens[0], 0.8 * tokens[-1]], flush=True)
 """
 """The numbers of its vectors tell the first and the last token of the input."""
 

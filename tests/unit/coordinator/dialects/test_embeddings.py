@@ -22,7 +22,7 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiClient]:
     embedder = stand_in_embedder(tmp_path)
     await embedder.start()
     yield ApiClient(embedder=embedder, options=ApiOptions(strict_names=False))
-    await embedder.close()
+    embedder.close()
 
 
 async def vectors(api: ApiClient, **body: Any) -> list[Any]:

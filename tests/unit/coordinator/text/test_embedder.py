@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from coordinator.text import embedder as module
-from coordinator.text.embedder import Embedder, Tokens
+from coordinator.text.embedder import Embedder
 from coordinator.text.tokenizer import ContextLengthError
 from proto.errors import CapacityError, CheckpointError, MemoryLimitError, NotReadyError, RequestError
 from tests.support.api.stand_in_embedder import SLOW, stand_in_embedder
@@ -21,29 +20,24 @@ async def embedder(tmp_path: Path) -> AsyncIterator[Embedder]:
     embedder = stand_in_embedder(tmp_path)
     await embedder.start()
     yield embedder
-    await embedder.close()
+    embedder.close()
 
 
-def tokens_of(*ids: int) -> Tokens:
-    """Return the tokens of an input."""
-    return np.array(ids, np.uint32)
-
-
-async def first_number(embedder: Embedder, tokens: Tokens, client: str = "one") -> int:
+async def first_number(embedder: Embedder, tokens: list[int], client: str = "one") -> int:
     """Return the first token that the process got."""
-    async with embedder.open_request(client) as compute:
-        return round(float((await compute(tokens))[2]) / 0.8)
+    async with embedder.open_request(client):
+        return round(float((await embedder.compute(tokens))[2]) / 0.8)
 
 
 def test_long_texts_are_refused_or_cut_before_their_end_token(tmp_path: Path) -> None:
     """A text ends with the tokenizer's own end token, also one that is cut. The model's ids stay as they are."""
     embedder = stand_in_embedder(tmp_path)
     (short,) = embedder.tokenize(["Hello"], truncate=False)
-    end = int(short[-1])
+    end = short[-1]
     (cut,) = embedder.tokenize(["Hello " * 50], truncate=True)
     assert len(cut) == 20 and cut[-1] == end and end not in cut[:-1]
     (given,) = embedder.tokenize([[1, 2]], truncate=False)
-    assert given.tolist() == [1, 2]
+    assert given == [1, 2]
     with pytest.raises(ContextLengthError, match=r"input\[1\]: \d+ tokens exceed .* of 20 tokens"):
         embedder.tokenize(["Hello", "Hello " * 50], truncate=False)
     with pytest.raises(ContextLengthError):
@@ -54,12 +48,17 @@ def test_long_texts_are_refused_or_cut_before_their_end_token(tmp_path: Path) ->
 
 
 async def test_a_killed_process_is_replaced(embedder: Embedder) -> None:
-    """A process that was killed between two inputs, or under one, costs no request."""
+    """A process that is killed costs the request whose input it computes, and no other one."""
     assert embedder.process is not None
-    first = embedder.process.pid
+    job = asyncio.create_task(first_number(embedder, [7] * SLOW))
+    await asyncio.sleep(0.1)
     embedder.process.kill()
-    assert await first_number(embedder, tokens_of(3)) == 3
-    assert embedder.process.pid != first
+    with pytest.raises(NotReadyError, match="has ended"):
+        await job
+    assert await first_number(embedder, [3]) == 3
+    embedder.process.kill()
+    embedder.process.wait()
+    assert await first_number(embedder, [4]) == 4
 
 
 async def test_a_late_or_cancelled_job_gives_no_later_one_its_result(
@@ -68,26 +67,29 @@ async def test_a_late_or_cancelled_job_gives_no_later_one_its_result(
     """A request ends at its deadline with its process, and the next one gets its own vector."""
     monkeypatch.setattr(module, "REQUEST_SECONDS", 0.2)
     with pytest.raises(NotReadyError, match="took more than"):
-        await first_number(embedder, tokens_of(*[7] * SLOW))
+        await first_number(embedder, [7] * SLOW)
     monkeypatch.undo()
-    assert await first_number(embedder, tokens_of(5)) == 5
-    job = asyncio.create_task(first_number(embedder, tokens_of(*[7] * SLOW)))
+    assert await first_number(embedder, [5]) == 5
+    job = asyncio.create_task(first_number(embedder, [7] * SLOW))
     await asyncio.sleep(0.1)
     job.cancel()
     await asyncio.wait([job])
-    assert await first_number(embedder, tokens_of(6)) == 6
+    assert await first_number(embedder, [6]) == 6
 
 
 async def test_clients_take_turns(embedder: Embedder) -> None:
-    """A client with many requests delays one of another client by a single input."""
-    order: list[int] = []
+    """A client with many requests of many inputs delays one of another client by a single input."""
+    order: list[str] = []
 
-    async def ask(client: str, number: int) -> None:
-        order.append(await first_number(embedder, tokens_of(number), client))
+    async def ask(client: str, inputs: int) -> None:
+        async with embedder.open_request(client):
+            for number in range(inputs):
+                await embedder.compute([number])
+                order.append(client)
 
-    await asyncio.gather(*(ask("many", 1) for _ in range(8)), ask("one", 2))
-    assert order.index(2) <= 1
-    assert order.count(1) == 8
+    await asyncio.gather(*(ask("many", 4) for _ in range(3)), ask("one", 2))
+    assert order[:4] == ["many", "one", "many", "one"]
+    assert order.count("many") == 12
 
 
 async def test_places_are_bounded(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +97,9 @@ async def test_places_are_bounded(embedder: Embedder, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MOST_OF_CLIENT", 1)
     async with embedder.open_request("one"):
         with pytest.raises(CapacityError):
-            await first_number(embedder, tokens_of(1))
-        assert await first_number(embedder, tokens_of(2), "another") == 2
-    assert await first_number(embedder, tokens_of(3)) == 3
+            await first_number(embedder, [1])
+        assert await first_number(embedder, [2], "another") == 2
+    assert await first_number(embedder, [3]) == 3
 
 
 async def test_a_model_that_cannot_be_loaded_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

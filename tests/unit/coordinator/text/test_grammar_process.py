@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.text import grammars
+from coordinator.text import grammars, side_process
 from coordinator.text.grammars import GrammarProcess, OutputFormat
 from proto.errors import CapacityError, NotReadyError, RequestError
 from tests.unit.mtp.test_grammar import vocabulary
@@ -155,7 +155,7 @@ async def test_nobody_is_refused_for_the_start_of_the_process(
     compiler: GrammarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large vocabulary takes longer to read than a request waits for others. The first requests wait for it."""
-    ask, starts = grammars._ask, list[float]()
+    ask, starts = side_process._ask, list[float]()
 
     def slow(process: Any, data: bytes) -> bytes:
         if not starts:
@@ -164,7 +164,7 @@ async def test_nobody_is_refused_for_the_start_of_the_process(
         return ask(process, data)
 
     monkeypatch.setattr(grammars, "WAIT_SECONDS", SHORT_WAIT)
-    monkeypatch.setattr(grammars, "_ask", slow)
+    monkeypatch.setattr(side_process, "_ask", slow)
     formats = [schema({"type": "string", "maxLength": n}) for n in (3, 4, 5)]
     found = await asyncio.gather(*(compiler.compile(one) for one in formats))
     assert all(found)
