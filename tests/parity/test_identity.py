@@ -1,7 +1,7 @@
 """The built-in model in fp32 gives the same tokens for any drafts, depth, stages and concurrent requests (DESIGN §1).
 
 The CPU backend computes a row the same in any batch, so tokens and log-probabilities must be equal bit for bit.
-docs/measurements.md has the differences in other precisions, and docs/MTP_HEAD.md the faults that tests saw.
+docs/measurements.md has the differences in other precisions.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _smallest(model: MlxLmModel, count: int) -> str:
 
 
 def test_the_first_table_is_what_recommend_marks() -> None:
-    """README and the page begin with the line of `serve` that `recommend` prints for each of OWNED."""
+    """README has the line of `serve` that `recommend` prints for each of OWNED, and the page its figures."""
     rows, short = [], []
     for chip, memory, count in OWNED:
         one = next(one for one in recommendations(mac_specs([f"{chip} {memory}GB"] * count)) if one.best)
@@ -103,10 +103,10 @@ def test_the_first_table_is_what_recommend_marks() -> None:
         line = f"`mtp-coord serve {one.name} {one.flags}{' --own-worker' * (count > 1)}`"
         speed = f"{one.plain:.3g}" + f"; {one.drafted:.3g}" * (one.drafted != one.plain)
         short.append(f"| {macs} | {_gb(one.download)} GB | {line} |")
-        rows.append(f"| {macs}, {chip} | {_gb(one.download)} GB | {one.context:,} | {speed} | {line} |")
-    for path, expected in ((ROOT / "README.md", short), (ROOT / "docs" / "models.md", rows)):
-        found = [line for line in path.read_text().splitlines() if line.startswith(("| one of", "| two of"))]
-        found = [line for line in found if "`mtp-coord serve" in line]
+        rows.append(f"| {macs}, {chip} | `{one.name}` | {one.context:,} | {speed} |")
+    readme = (ROOT / "README.md").read_text().splitlines()
+    for lines, mark, expected in ((readme, "`mtp-coord serve", short), (LINES, "GB, M", rows)):
+        found = [line for line in lines if line.startswith(("| one of", "| two of")) and mark in line]
         assert found == expected, "\n".join(expected)
 
 
