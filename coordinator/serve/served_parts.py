@@ -41,7 +41,7 @@ from proto.stage_options import MachineOptions, StageOptions
 from proto.terminal.progress import format_size
 from proto.trust.node_trust import NodeTrust
 
-AUTO_DEPTH = 1
+ASSUMED_DEPTH = 1
 """Drafts per step for which the planner charges the last stage while `--mtp auto` chooses the depth."""
 
 
@@ -81,7 +81,7 @@ def served_model(model: OpenedModel) -> ServedModel:
             fingerprint=checkpoint.fingerprint(),
         ),
         replace(model.stage_options, with_head=options.mtp.depth != 0),
-        draft_depth=AUTO_DEPTH if model.mode.depth is None else model.mode.depth,
+        draft_depth=ASSUMED_DEPTH if model.mode.depth is None else model.mode.depth,
         max_sequences=options.max_sequences,
         prefix_cache=not options.no_prefix_cache,
         share_weights=options.share_weights,

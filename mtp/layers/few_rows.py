@@ -12,6 +12,8 @@ The places of a lane's two elements in a matrix are those of MLX's `steel/gemm/m
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import ceil
 from typing import Any, Protocol
@@ -21,6 +23,9 @@ import mlx.core as mx
 from mtp.layers.source_kernel import MetalKernel
 
 Weights = tuple[mx.array, ...]
+
+Step = Callable[[mx.array, Weights], mx.array]
+"""A function of rows and weights that returns rows of the same shape, lazily."""
 
 
 class Quantization(Protocol):
@@ -228,3 +233,12 @@ def multiply_few(kind: Quantization, x: mx.array, weights: Weights, experts: mx.
         dtypes=(x.dtype,),
     )
     return found[0]
+
+
+def time_chain(step: Step, x: mx.array, weights: Sequence[Weights], steps: int) -> float:
+    """Return the seconds of a step in a chain of `steps`, without those in which Python describes it."""
+    for i in range(steps):
+        x = step(x, weights[i % len(weights)])
+    began = time.perf_counter()
+    mx.eval(x)
+    return (time.perf_counter() - began) / steps

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.parts import part_module, read_part
 from mtp.device import this_device
-from mtp.layers.few_rows import Weights, can_multiply, multiply_few
+from mtp.layers.few_rows import Step, Weights, can_multiply, multiply_few, time_chain
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.linear import Format
 from proto.span import Span
@@ -42,9 +42,6 @@ the bytes of all copies, unless one alone has more."""
 
 Costs = tuple[str, dict[str, Any], str]
 """Times for people and as plain JSON values, and the problems of kernels, empty for none."""
-
-Step = Callable[[mx.array, Weights], mx.array]
-"""A function of rows and weights that returns rows of the same shape, lazily."""
 
 
 @dataclass(frozen=True)
@@ -180,22 +177,13 @@ def _race(
         for name in sorted(times, reverse=turn % 2 == 1):
             steps = max(1, min(MOST_STEPS, int(CHAIN_SECONDS / times[name][-1]))) if turn else 1
             try:
-                times[name].append(_run_chain(sides[name], x, weights, steps))
+                times[name].append(time_chain(sides[name], x, weights, steps))
             except Exception as error:  # whatever the compiler of a machine finds wrong
                 problems[name] = f"{name} failed: {str(error)[:300]}"
                 del times[name]
         if turn == 0 and (now := time.monotonic()) - began < COMPILE_SECONDS:
             due = now + seconds
     return {name: statistics.median(found[2:] or found[-1:]) for name, found in times.items()}
-
-
-def _run_chain(step: Step, x: mx.array, weights: Sequence[Weights], steps: int) -> float:
-    """Return the seconds of a step in a chain of `steps`, without those in which Python describes it."""
-    for i in range(steps):
-        x = step(x, weights[i % len(weights)])
-    began = time.perf_counter()
-    mx.eval(x)
-    return (time.perf_counter() - began) / steps
 
 
 def _add_product(product: Step, x: mx.array, weights: Weights) -> mx.array:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mtp.layers.experts import FusedExperts
-from mtp.layers.few_rows import HEADER, SOURCE, Weights, can_multiply, multiply_few
+from mtp.layers.few_rows import HEADER, SOURCE, Step, Weights, can_multiply, multiply_few, time_chain
 from mtp.layers.layer import TOLERANCE, KernelTrial, difference
 from mtp.layers.linear import FewRowsFormat, Format, FusedLinear
 
@@ -166,12 +166,11 @@ def try_product(kind: Format, weights: Weights, rows: int, dtype: mx.Dtype) -> K
     size = sum(array.nbytes for array in weights)
     copies = [weights, *(tuple(map(mx.array, weights)) for _ in range(min(MOST_COPIES, ROTATED_BYTES // size) - 1))]
     mx.eval(x, copies)
-    times: dict[Callable[..., mx.array], list[float]] = {own: [], theirs: []}
-    for _ in range(ROUNDS):
-        for side, found in times.items():
-            y, began = x, time.perf_counter()
-            for step in range(STEPS):
-                y = x + 0 * side(y, copies[step % len(copies)])[:, :1]
-            mx.eval(y)
-            found.append((time.perf_counter() - began) / STEPS)
-    return KernelTrial(statistics.median(times[own]), statistics.median(times[theirs]))
+    sides = [partial(_chained, side) for side in (own, theirs)]
+    rounds = [[time_chain(side, x, copies, STEPS) for side in sides] for _ in range(ROUNDS)]
+    return KernelTrial(*(statistics.median(times) for times in zip(*rounds, strict=True)))
+
+
+def _chained(product: Step, x: mx.array, weights: Weights) -> mx.array:
+    """Return `x`, for which the next product waits until this one is computed."""
+    return x + 0 * product(x, weights)[:, :1]

@@ -13,7 +13,8 @@ import pytest
 
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.layers.few_rows import Weights
+from mtp.layers import few_rows
+from mtp.layers.few_rows import Step, Weights
 from mtp.layers.linear import Format
 from tests.conftest import Checkpoints
 from tests.support.checkpoints.mlx_models import write_mlx_model
@@ -21,7 +22,7 @@ from tests.support.checkpoints.published_headers import read_published
 from tests.support.metal import runner
 from tests.support.metal.metal_path import metal_choices
 from worker.engine import cost_report
-from worker.engine.cost_report import CostReport, LinearShape, Step, _add_product, _race, model_shapes
+from worker.engine.cost_report import CostReport, LinearShape, _add_product, _race, model_shapes
 
 BUILTIN = Checkpoint.open(checkpoint_dir())
 FOUR_BITS = Format(4, 64, "affine")
@@ -79,7 +80,9 @@ def test_a_round_trip_hides_in_a_chain_and_copies_rotate(monkeypatch: pytest.Mon
         clock[:] = clock[0] + 0.25e-3 + clock[1], 0.0
 
     monkeypatch.setattr(mx, "eval", evaluate)
-    monkeypatch.setattr(cost_report, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: clock[0]))
+    for module in (cost_report, few_rows):
+        fake = SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: clock[0])
+        monkeypatch.setattr(module, "time", fake)
     copies, seconds = [(mx.ones((size,)),) for size in (1, 2, 3)], {"first": 900e-6, "second": 30e-6}
     found = _race({name: step(name, took) for name, took in seconds.items()}, mx.ones((1,)), copies, 0.5, {})
     assert found == {name: pytest.approx(took, rel=0.03) for name, took in seconds.items()}
