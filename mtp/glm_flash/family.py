@@ -14,8 +14,7 @@ from mtp.checkpoint.families.parameters import PROJECTIONS, STORED, Parameter
 from mtp.checkpoint.families.qwen3_5 import HybridFamily, interval_of
 from mtp.checkpoint.families.shape import STOCK_LAUNCHES, LayerShape, Shape
 from mtp.glm_flash.args import RULES, GlmArgs, find_problem
-from mtp.glm_flash.head import GlmHead
-from mtp.glm_flash.layers import GlmLayer
+from mtp.glm_flash.layers import GlmHead, GlmLayer
 from mtp.glm_flash.modules import DecoderLayer, GlmModel, StreamMean
 from mtp.layers.layer import Layer
 

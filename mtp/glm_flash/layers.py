@@ -1,4 +1,4 @@
-"""The layers of GLM-5.3-Flash: residual streams around Kimi Delta Attention, latent attention, and MLPs."""
+"""The layers of GLM-5.3-Flash: residual streams around Kimi Delta Attention, latent attention, and MLPs; its head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.qwen3_5 import TextModelArgs
 
+from mtp.glm_flash.args import GlmArgs
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentAttention
 from mtp.glm_flash.streams import HyperConnection
-from mtp.layers.layer import Hole, KVFormat, Mixer
+from mtp.head.drafter import MTPHead
+from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
 from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.sparse_attention import LatentKV, SparseReads, full_attention, sparse_attention
@@ -224,3 +227,17 @@ class GlmLayer(StreamLayer):
         if "hc_attn_fn" in layer:
             connections = [HyperConnection(layer, *block) for block in zip(("attn", "ffn"), norms, strict=True)]
         super().__init__(mixer, experts, connections, dtype)
+
+
+class GlmHead(MTPHead):
+    """The MTP head: a layer of latent attention and experts with one residual stream.
+
+    Its input is the model's state after the final norm, and in a chain of drafts its own output, as in vLLM and SGLang.
+    """
+
+    def __init__(self, fields: TextModelArgs, args: GlmArgs) -> None:
+        super().__init__(fields, DecoderLayer(args, 0, linear=False, streams=False))
+
+    def _reference(self) -> Layer:
+        self._block = GlmLayer(self.layers[0])
+        return self._block
