@@ -46,7 +46,6 @@ CHOICE_SOURCE = r"""
     __syncthreads();
     last = last << 8 | (unsigned)found[0];
     left = found[1];
-    __syncthreads();
   }
   const int share = (columns + 255) / 256, first = tid * share;
   const int end = first + share < columns ? first + share : columns;
