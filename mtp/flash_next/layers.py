@@ -19,7 +19,7 @@ from mtp.layers.linear import FusedLinear, side_by_side
 from mtp.layers.reference.attention import AttentionLayer
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.rope import image_rotations, rotate, rotation_table
-from mtp.layers.sparse_attention import IndexedKV, SparseReads, full_attention, sparse_attention
+from mtp.layers.sparse_attention import BlockReader, IndexedKV, SparseReads, full_attention, sparse_attention
 from mtp.layers.stream_layer import StreamLayer
 from proto.errors import ProtocolError
 from proto.images import ImageLayout
@@ -184,7 +184,7 @@ class NgramGDN(FlashNextLayer):
         return values + (parts[0] if len(parts) == 1 else mx.concatenate(parts))
 
 
-class SparseMixer(AttentionLayer):
+class SparseMixer(BlockReader, AttentionLayer):
     """A mixer of Qwen Sparse Attention: queries read the blocks that the indexer scores highest, and the newest tokens.
 
     A query sees the whole blocks up to its own token, and reads at most `budget` tokens of them. Up to there the
@@ -250,7 +250,7 @@ class SparseMixer(AttentionLayer):
             # The last token reads all others.
             return full_attention(q, keys, values, offset, scale, hole)
         blocks = cache.block_keys(partial(self._pooled, cache.layout), hole)
-        reads = SparseReads(q, keys, values, queries, blocks, offset, self.sizes, scale, hole=hole)
+        reads = SparseReads(q, keys, values, queries, blocks, offset, self.sizes, scale, None, hole, self.language)
         return sparse_attention(reads)
 
     def _pooled(self, layout: ImageLayout | None, keys: mx.array, first: int) -> mx.array:

@@ -19,7 +19,7 @@ from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
 from mtp.layers.linear import Format, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
-from mtp.layers.sparse_attention import LatentKV, SparseReads, full_attention, sparse_attention
+from mtp.layers.sparse_attention import BlockReader, LatentKV, SparseReads, full_attention, sparse_attention
 from mtp.layers.stream_layer import Connection, Residual, StreamLayer
 from proto.errors import CheckpointError
 
@@ -132,14 +132,14 @@ class _HeadProducts:
         return self._form.multiply(read, self._values)
 
 
-class LatentMixer:
+class LatentMixer(BlockReader):
     """The computation of an MLA over flat rows of many sequences, in the space of the latents."""
 
     def __init__(self, module: LatentAttention, layer: DecoderLayer) -> None:
         self.module, self.indexer = module, module.indexer
-        self.sizes, self.blocks = layer.args.latent, layer.args.indexer
-        self._heads = _HeadProducts(module.kv_b_proj, self.sizes.heads, self.sizes.key_dim)
-        self._scale = self.sizes.key_dim**-0.5
+        self.latent, self.sizes = layer.args.latent, layer.args.indexer
+        self._heads = _HeadProducts(module.kv_b_proj, self.latent.heads, self.latent.key_dim)
+        self._scale = self.latent.key_dim**-0.5
         self.fuse(lambda _: None)
 
     def fuse(self, fuse: Callable[[Sequence[Any]], Any]) -> LatentMixer:
@@ -152,7 +152,7 @@ class LatentMixer:
 
     def new_cache(self, kv_format: KVFormat) -> LatentKV:
         # The raw keys of the indexer are a key and a gate.
-        return LatentKV(self.blocks.block, 2 * self.blocks.head_dim).with_rows(1, self.sizes.rank)
+        return LatentKV(self.sizes.block, 2 * self.sizes.head_dim).with_rows(1, self.latent.rank)
 
     def mix(
         self,
@@ -163,11 +163,11 @@ class LatentMixer:
         holes: Sequence[Hole] = (),
     ) -> mx.array:
         """See `Mixer.mix`."""
-        module, indexer, sizes = self.module, self.indexer, self.blocks
+        module, indexer, sizes = self.module, self.indexer, self.sizes
         rows = inputs.shape[0]
         low, latents, keys, weights = self._inputs(inputs)
         q, asked = self._queries(module.q_a_layernorm(low))
-        q = self._heads.latent_queries(q.reshape(rows, self.sizes.heads, -1).swapaxes(0, 1))
+        q = self._heads.latent_queries(q.reshape(rows, self.latent.heads, -1).swapaxes(0, 1))
         latents = module.kv_a_layernorm(latents)
         asked = asked.reshape(rows, sizes.heads, sizes.head_dim)
         raw = mx.concatenate([indexer.k_norm(keys), inputs @ indexer.index_kpool_compress_gate.T], axis=-1)
@@ -192,17 +192,17 @@ class LatentMixer:
         q, offset = q[None, :, own], cache.offset
         cache.append_index(raw[own])
         held = cache.append(latents[own])
-        if cache.offset // self.blocks.block <= self.blocks.budget // self.blocks.block:
+        if cache.offset // self.sizes.block <= self.sizes.budget // self.sizes.block:
             # The last token reads all others.
             return full_attention(q, held, held, offset, self._scale, hole)
         blocks = cache.block_keys(self._pooled, hole)
-        sizes, scale = self.blocks, self._scale
-        reads = SparseReads(q, held, held, asked[own], blocks, offset, sizes, scale, weights[own], hole)
+        sizes, scale, asked, weights = self.sizes, self._scale, asked[own], weights[own]
+        reads = SparseReads(q, held, held, asked, blocks, offset, sizes, scale, weights, hole, self.language)
         return sparse_attention(reads)
 
     def _pooled(self, raw: mx.array, first: int) -> mx.array:
         """Return the keys of blocks: their tokens' keys, weighted in each channel by a softmax of the gates."""
-        both = raw.reshape(-1, self.blocks.block, raw.shape[-1])
+        both = raw.reshape(-1, self.sizes.block, raw.shape[-1])
         keys, gates = mx.split(both, 2, axis=-1)
         places = self.indexer.index_kpool_compress_ape.astype(mx.float32)
         shares = mx.softmax(gates.astype(mx.float32) + places, axis=1)

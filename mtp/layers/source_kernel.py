@@ -112,6 +112,9 @@ METAL_HEADER = """
 #define __fmul_rn(a, b) ((a) * (b))
 #define make_float4(a, b, c, d) float4{a, b, c, d}
 #define __uint_as_float(bits) as_type<float>(bits)
+#define __float_as_uint(value) as_type<uint>(value)
+#define atomicAdd(place, value) \
+  atomic_fetch_add_explicit((threadgroup atomic_int*)(place), value, memory_order_relaxed)
 #define expf exp
 #define log1pf log1p
 #define rsqrtf rsqrt

@@ -16,8 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from mtp.device import this_device
+from mtp.layers import block_choice
 from mtp.layers.kv_cache import PlainKV, Shape, tiled_attention
-from mtp.layers.layer import KV_HEADS, CutAxis, Hole
+from mtp.layers.layer import KV_HEADS, CutAxis, Hole, Picks, Rows
+from mtp.layers.source_kernel import SourceKernel
 from proto.errors import ProtocolError
 
 
@@ -146,8 +148,44 @@ TILE_BYTES = 2**28
 """Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
 
 
+Language = type[SourceKernel] | None
+"""The language of the kernel that chooses blocks. None is MLX's sorts."""
+
+TRIED_BLOCKS = 8192
+"""Blocks of the trial of the kernel, those of 32,768 tokens of GLM-5.3-Flash."""
+
+
+class BlockReader:
+    """A mixer that reads the blocks which an indexer chooses by `sizes`."""
+
+    sizes: IndexerArgs
+    language: Language = None
+
+    def take_kernel(self, language: type[SourceKernel], picks: Picks) -> None:
+        """Let a kernel in `language` choose the blocks if `picks` allows it."""
+        count = self.sizes.budget // self.sizes.block
+
+        def mark_in(language: Language) -> Rows:
+            """Return a function that marks the blocks whose ranks are rows."""
+
+            def mark(x: mx.array) -> mx.array:
+                chosen = block_choice.lowest(language, x.astype(mx.float32), count)
+                return mx.put_along_axis(mx.zeros_like(x), chosen, mx.array(1, x.dtype), axis=1)
+
+            return mark
+
+        shapes = f"{count} blocks"
+        won = picks("block_choice", shapes, block_choice.CHOICE_SOURCE, TRIED_BLOCKS, mark_in(language), mark_in(None))
+        self.language = language if won else None
+
+
 def chosen_blocks(
-    queries: mx.array, blocks: mx.array, whole: mx.array, count: int, weights: mx.array | None = None
+    queries: mx.array,
+    blocks: mx.array,
+    whole: mx.array,
+    count: int,
+    weights: mx.array | None = None,
+    language: Language = None,
 ) -> mx.array:
     """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
 
@@ -162,7 +200,7 @@ def chosen_blocks(
         ranks = _ranks(heads, *seen)
     else:
         ranks = _weighted_ranks(heads, mx.split(weights.astype(mx.float32)[..., None], len(heads), axis=1), *seen)
-    return mx.sort(mx.argsort(ranks.squeeze(1), axis=-1)[:, :count], axis=-1)
+    return block_choice.lowest(language, ranks.squeeze(1), count)
 
 
 @partial(mx.compile, shapeless=True)
@@ -197,6 +235,12 @@ class SparseReads(NamedTuple):
     scale: float
     weights: mx.array | None = None
     hole: Hole | None = None
+    language: Language = None
+
+    def chosen(self, own: slice, whole: mx.array, count: int) -> mx.array:
+        """Return `chosen_blocks` of the queries `own`."""
+        weights = None if self.weights is None else self.weights[own]
+        return chosen_blocks(self.index_queries[own], self.blocks, whole, count, weights, self.language)
 
 
 def full_attention(
@@ -226,7 +270,7 @@ SCORE_BYTES = 2**29
 
 def masked_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` as one of all keys, most of which are masked."""
-    q, keys, values, index_queries, blocks, offset, args, scale, weights, _ = reads
+    q, keys, values, _, blocks, offset, args, scale, *_ = reads
     count = min(args.budget // args.block, blocks.shape[0])
     tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
     outputs = []
@@ -235,9 +279,7 @@ def masked_attention(reads: SparseReads) -> mx.array:
         seen, rows = offset + own.stop, own.stop - own.start
         places = mx.arange(offset + own.start, seen)[:, None]
         whole = (places + 1) // args.block
-        chosen = chosen_blocks(
-            index_queries[own], blocks, whole[:, 0], count, None if weights is None else weights[own]
-        )
+        chosen = reads.chosen(own, whole[:, 0], count)
         # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
         picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
         picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
@@ -254,7 +296,7 @@ def masked_attention(reads: SparseReads) -> mx.array:
 
 def gathered_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` with the keys that each query reads next to each other."""
-    q, keys, values, index_queries, blocks, _, args, scale, weights, hole = reads
+    q, keys, values, _, blocks, _, args, scale, _, hole, _ = reads
     count = min(args.budget // args.block, blocks.shape[0])
     read = count * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
@@ -266,7 +308,7 @@ def gathered_attention(reads: SparseReads) -> mx.array:
     for start in range(0, q.shape[2], tile):
         own = slice(start, min(start + tile, q.shape[2]))
         whole, newest, mask = _seen(reads, own, count)
-        chosen = chosen_blocks(index_queries[own], blocks, whole, count, None if weights is None else weights[own])
+        chosen = reads.chosen(own, whole, count)
         rows = own.stop - own.start
         tokens = (chosen[..., None] * args.block + inner).reshape(rows, -1)
         tokens = mx.concatenate([tokens, newest], axis=1)

@@ -12,6 +12,7 @@ from mtp.layers.exact import ExactProducts
 from mtp.layers.experts import row_experts
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer, Picks, Rows
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.sparse_attention import BlockReader
 from proto.errors import UsageError
 
 
@@ -74,6 +75,8 @@ class StreamLayer(Layer):
 
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
         self.experts = row_experts(self.experts, self.dtype, language, picks)
+        if isinstance(self.mixer, BlockReader):
+            self.mixer.take_kernel(language, picks)
         if (kernel := self.connections[0].kernel) is None:
             return
 

@@ -125,6 +125,12 @@ def test_experts_and_streams_agree(dtype: mx.Dtype, rows: int) -> None:
     row_kernels.check_hyper_connections(CudaKernel, dtype, rows + 8)
 
 
+@pytest.mark.parametrize(("columns", "count"), [(512, 512), (7500, 512), (32_768, 128), (70_000, 512)])
+def test_the_choice_of_blocks_agrees(columns: int, count: int) -> None:
+    """The lowest ranks are those of two sorts, also where many are equal."""
+    row_kernels.check_choice(CudaKernel, columns, count)
+
+
 # ---- products
 
 

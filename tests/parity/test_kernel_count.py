@@ -21,6 +21,7 @@ from mlx_lm.utils import load_model
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.layers.communicator import ALONE, Communicator
 from mtp.layers.layer import KVFormat
+from mtp.layers.source_kernel import MetalKernel
 from mtp.layers.sparse_attention import IndexerArgs, SparseReads, sparse_attention
 from proto.frame import Admit, Segment
 from proto.kernels import Kernels
@@ -279,13 +280,19 @@ def test_a_member_launches_two_sums_more(models: dict[int, Path]) -> None:
 
 
 def test_the_attention_to_chosen_blocks() -> None:
-    """Choosing blocks, reading and attending take eleven kernels, two of which read keys and values."""
+    """Choosing blocks, reading and attending take eleven kernels, two of which read keys and values.
+
+    A kernel that chooses saves one of them, and its launch has no further ones, as MLX's sorts of many blocks do.
+    """
     shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
     q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
     values = mx.ones(keys.shape)  # an array of its own
     mx.eval(values)
     with counted_kernels():
         args = queries, blocks, 399, IndexerArgs(4, 16, 32, 4), 0.25
-        kernels = kernels_of([sparse_attention(SparseReads(q, keys, values, *args))])
+        reads = SparseReads(q, keys, values, *args)
+        kernels = kernels_of([sparse_attention(reads)])
+        own = kernels_of([sparse_attention(reads._replace(language=MetalKernel))])
     assert kernels.total() <= 11, kernels
+    assert own.total() == kernels.total() - 1 and not any("Sort" in name for name in own), own
     assert kernels["Gather"] == 2

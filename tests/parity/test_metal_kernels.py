@@ -162,3 +162,9 @@ def test_experts_and_streams_equal_the_operations(dtype: mx.Dtype, rows: int) ->
     row_kernels.check_experts(MetalKernel, dtype, rows)
     row_kernels.check_streams(MetalKernel, dtype, rows)
     row_kernels.check_hyper_connections(MetalKernel, dtype, 4 * rows - 1)
+
+
+@pytest.mark.parametrize(("columns", "count"), [(512, 512), (70_000, 512)])
+def test_the_choice_of_blocks_equals_two_sorts(columns: int, count: int) -> None:
+    """Equal ranks keep their order, also where a thread reads many of them."""
+    row_kernels.check_choice(MetalKernel, columns, count)

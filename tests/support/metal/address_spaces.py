@@ -80,6 +80,8 @@ template <typename T> T simd_shuffle_up(T, ushort);
 template <typename T> T simd_shuffle_down(T, ushort);
 template <typename T> T simd_broadcast(T, ushort);
 template <typename To, typename From> To as_type(From);
+enum memory_order { memory_order_relaxed };
+int atomic_fetch_add_explicit(__local atomic_int*, int, memory_order);
 float exp(float);
 float exp2(float);
 float abs(float);

@@ -314,6 +314,15 @@ template <typename T> inline T simd_min(T value, LINE) {
   return simd_fold(value, [](T a, T b) -> T { return b < a ? b : a; }, "simd_min", line);
 }
 
+typedef int atomic_int;
+enum memory_order { memory_order_relaxed };
+// Threads change only where they wait, so an addition is not divided.
+inline int atomic_fetch_add_explicit(atomic_int* place, int value, memory_order) {
+  const int before = *place;
+  *place += value;
+  return before;
+}
+
 template <typename To, typename From> inline To as_type(From value) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
   To found;

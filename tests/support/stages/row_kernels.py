@@ -13,6 +13,7 @@ from mtp.glm_flash.family import GlmFlash
 from mtp.glm_flash.layers import DeltaNet, KimiDelta
 from mtp.glm_flash.modules import DecoderLayer, DeltaAttention
 from mtp.glm_flash.streams import HyperConnection
+from mtp.layers.block_choice import lowest
 from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import SourceKernel
@@ -81,6 +82,21 @@ def check_streams(language: type[SourceKernel], dtype: mx.Dtype, rows: int) -> N
     normed = mx.fast.rms_norm(total, None, 1e-6).reshape(rows, -1) * weight
     assert error(found[0], total.reshape(rows, -1)) < TOLERANCE[dtype]
     assert error(found[1], normed) < TOLERANCE[dtype]
+
+
+def check_choice(language: type[SourceKernel], columns: int, count: int) -> None:
+    """Check that the lowest ranks are those of MLX's sorts: random ones, equal ones, zeros of both signs, infinities.
+
+    Halves of small integers are often equal.
+    """
+    mx.random.seed(columns)
+    random = mx.random.normal((1, columns))
+    halves = mx.random.randint(-3, 3, (1, columns)) / 2
+    late = mx.where(mx.arange(columns) < columns - count // 2, mx.inf, random)
+    zeros = mx.where(random < 0, -0.0, 0.0)
+    ranks = mx.concatenate([random, halves, -halves, late, zeros, mx.full((1, columns), mx.inf)])
+    expected = lowest(None, ranks, count)
+    assert lowest(language, ranks, count).tolist() == expected.tolist()
 
 
 DELTA_HIDDEN = 512
