@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +34,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mtp.layers.kernel_files import PLACE
-from mtp.layers.linear import Format, FusedLinear, FusedMLP, InputRows
+from mtp.layers.linear import Format, FusedLinear, InputRows
 from proto.state_dir import replace_file
 
 log = logging.getLogger(__name__)
@@ -52,69 +53,65 @@ POLL_SECONDS = 0.05
 COMMAND = (sys.executable, "-m", "mtp.layers.mlx_modules")
 
 TILES = (16, 32, 64)
-"""Rows of a tile. A product of 33 rows or more has tiles of 64. Fewer than 8 rows need no module."""
+"""Rows of a tile. A product of more than 32 rows has tiles of 64. Fewer than 8 rows need no module."""
 
 SORTED = "gather_qmm_rhs_sm80_tn"
-"""The kernel of single rows in the order of their experts, which `mlx_lm` computes from 64 pairs on."""
+"""The kernel of single rows in the order of their experts, which mlx-lm computes from 64 pairs on."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Product:
-    """A product that needs one module: its `kernel`, and the rows of a tile. `dtype` is that of the rows, by name."""
+    """A product that needs one module: its `kernel`, the type and the rows of a tile, and the format of the weights."""
 
     kernel: str
     dtype: str
     rows: int
-    bits: int
-    group_size: int
-    mode: str
+    form: Format
 
     @property
     def module(self) -> str:
         """The name by which MLX looks for the compiled module."""
-        return f"{self.kernel}_{self.dtype}_m{self.rows}_b{self.bits}_g{self.group_size}_{self.mode}"
+        form = self.form
+        return f"{self.kernel}_{self.dtype}_m{self.rows}_b{form.bits}_g{form.group_size}_{form.mode}"
 
     def evaluate(self) -> mx.array:
-        """Return a small product of zeros that needs this module: `[rows, outputs]`, or `[rows, 1, outputs]`."""
-        # More inputs than a group has, or a GPU of generation 9 has another module.
-        inputs = 2 * max(64, self.group_size) + (32 if "residue" in self.kernel else 0)
-        outputs = 128 if "sm80" in self.kernel or "_tt_" in self.kernel else 64
-        high, width = (inputs, outputs) if "_tt_" in self.kernel else (outputs, inputs)
-        experts, dtype = ((2,) if self.kernel == SORTED else ()), getattr(mx, self.dtype)
-        weight = mx.zeros((*experts, high, width * self.bits // 32), mx.uint32)
-        affine = self.mode == "affine"
-        scales = mx.zeros((*experts, high, width // self.group_size), dtype if affine else mx.uint8)
-        weights = weight, scales, scales if affine else None
-        form: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-        if experts:
-            x, chosen = mx.zeros((self.rows, 1, inputs), dtype), mx.zeros(self.rows, mx.uint32)
-            y = mx.gather_qmm(x, *weights, rhs_indices=chosen, sorted_indices=True, **form)
+        """Return a small product that needs this module: `[rows, outputs]`, or `[rows, 1, outputs]` of experts."""
+        is_transposed, dtype = "_tt_" not in self.kernel, getattr(mx, self.dtype)
+        # With no more inputs than a group has, a GPU of generation 9 needs another module.
+        inputs = 2 * max(64, self.form.group_size) + (32 if "residue" in self.kernel else 0)
+        outputs = 64 if "naive_tn" in self.kernel else 128
+        shape = (outputs, inputs) if is_transposed else (inputs, outputs)
+        dense = mx.zeros((2, *shape) if self.kernel == SORTED else shape, dtype)
+        weights = mx.quantize(dense, self.form.group_size, self.form.bits, self.form.mode)
+        if self.kernel == SORTED:
+            experts = mx.zeros(self.rows, mx.uint32)
+            y = FusedLinear(self.form, weights).gather(mx.ones((self.rows, 1, inputs), dtype), experts, is_sorted=True)
         else:
-            y = mx.quantized_matmul(mx.zeros((self.rows, inputs), dtype), *weights, transpose=width == inputs, **form)
+            y = self.form.multiply(mx.ones((self.rows, inputs), dtype), weights, transposed=is_transposed)
         mx.eval(y)
         return y
 
 
-def products_of(
-    form: Format, shape: tuple[int, ...], dtype: mx.Dtype, generation: int, *, transposed: bool = True
-) -> Iterator[Product]:
+def products_of(form: Format, shape: Sequence[int], dtype: mx.Dtype, generation: int, kind: type) -> Iterator[Product]:
     """Yield the products of rows of `dtype` with packed weights of `shape`, on a GPU of `generation`, such as 9.
 
-    Weights not `transposed` have a row for each input.
+    `kind` is the class that multiplies.
     """
-    assert form.bits is not None
+    name = str(dtype).removeprefix("mlx.core.")
+    if form.bits is None:
+        return
     width, tile = shape[-1] * 32 // form.bits, max(64, form.group_size)
-    inputs, outputs = (width, shape[-2]) if transposed else (shape[-2], width)
-    if not transposed:
-        kernel = f"qmm_naive_tt_{'residue' if inputs % tile else 'aligned'}"
-    elif inputs % tile:
-        return  # MLX has a compiled kernel
-    elif generation >= 8 and outputs % 128 == 0 and form.bits in (4, 8) and dtype != mx.float32:
-        kernel = "qmm_sm80_tn"
-    else:
-        kernel = "qmm_naive_tn_aligned"
-    for rows in TILES:
-        yield Product(kernel, str(dtype).removeprefix("mlx.core."), rows, form.bits, form.group_size, form.mode)
+    if kind in (InputRows, QuantizedMultiLinear):
+        naive = f"qmm_naive_tt_{'residue' if shape[-2] % tile else 'aligned'}"
+        yield from (Product(naive, name, rows, form) for rows in TILES)
+    if kind is InputRows or width % tile:
+        return  # without these sizes MLX has a compiled kernel
+    is_fast = generation >= 8 and shape[-2] % 128 == 0 and form.bits in (4, 8) and dtype != mx.float32
+    # mlx-lm multiplies each row of an expert by itself.
+    tiles = TILES[:1] if kind is QuantizedSwitchLinear else TILES
+    yield from (Product("qmm_sm80_tn" if is_fast else "qmm_naive_tn_aligned", name, rows, form) for rows in tiles)
+    if kind is QuantizedSwitchLinear and is_fast:
+        yield Product(SORTED, name, TILES[-1], form)
 
 
 def products_in_use(dtype: mx.Dtype, generation: int, unembedding: Any = None) -> set[Product]:
@@ -124,27 +121,17 @@ def products_in_use(dtype: mx.Dtype, generation: int, unembedding: Any = None) -
     """
     found = set[Product]()
     for one in gc.get_objects():
-        # Its type decides, because `isinstance` would run code of other libraries' objects.
-        kind = type(one)
-        if issubclass(kind, FusedLinear | FusedMLP):
-            pairs = zip(one.formats, one.weights, strict=True) if kind is FusedMLP else [(one.format, one.weights)]
-            for form, weights in pairs:
-                if form.bits is not None:
-                    shape = weights[0].shape
-                    found.update(products_of(form, shape, dtype, generation, transposed=kind is not InputRows))
-        elif one is unembedding or issubclass(kind, nn.QuantizedLinear | QuantizedSwitchLinear | QuantizedMultiLinear):
-            if "scales" not in one or one.get("global_scale") is not None:
-                continue  # its weights are elsewhere, or have another kernel
-            form, shape = Format(one.bits, one.group_size, one.mode), one["weight"].shape
-            own = set(products_of(form, shape, dtype, generation))
-            if kind is QuantizedMultiLinear:
-                own.update(products_of(form, shape, dtype, generation, transposed=False))
-            if kind is QuantizedSwitchLinear:
-                # An expert has one row. The rows in order have a kernel of their own.
-                own = {product for product in own if product.rows == TILES[0]}
-                first = {p for p in own if p.kernel == "qmm_sm80_tn"}
-                own |= {Product(SORTED, p.dtype, TILES[-1], p.bits, p.group_size, p.mode) for p in first}
-            found |= own
+        kind = type(one)  # `isinstance` would run code of other libraries' objects
+        if issubclass(kind, FusedLinear):
+            found.update(products_of(one.format, one.weights[0].shape, dtype, generation, kind))
+        elif (
+            (one is unembedding or kind in (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear))
+            # Fused modules have lost their weights. Those with a global scale have another kernel.
+            and "scales" in one
+            and one.get("global_scale") is None
+        ):
+            form = Format(one.bits, one.group_size, one.mode)
+            found.update(products_of(form, one["weight"].shape, dtype, generation, kind))
     return found
 
 
@@ -153,7 +140,8 @@ def compile_missing(folder: Path, products: Iterable[Product], seconds: float = 
 
     Modules that do not compile are left to MLX, with one warning for all of them.
     """
-    missing = sorted(product for product in products if not (folder / f"{product.module}.ptx").exists())
+    missing = [product for product in products if not (folder / f"{product.module}.ptx").exists()]
+    missing.sort(key=lambda product: product.module)
     if not missing:
         return
     free = int(mx.device_info().get("free_memory", PROCESSES * PROCESS_BYTES))
@@ -219,7 +207,8 @@ def main(arguments: str) -> None:
     """Compile the module of a product, and store it in a folder, unless another process does so first."""
     fields, name, seconds = json.loads(arguments)
     signal.alarm(seconds)  # the process that waits may have been killed
-    product, folder = Product(**fields), Path(name)
+    form = Format(**fields.pop("form"))
+    product, folder = Product(form=form, **fields), Path(name)
     file = folder / f"{product.module}.ptx"
     with open(folder / f"{product.module}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -227,7 +216,7 @@ def main(arguments: str) -> None:
             product.evaluate()
             store_modules(Path(os.environ[PLACE]), folder)
     if not file.exists():
-        sys.exit(f"MLX {mx.__version__} keeps no module of this name")
+        sys.exit(f"mlx {version('mlx')} keeps no module of this name")
 
 
 if __name__ == "__main__":
