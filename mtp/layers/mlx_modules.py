@@ -4,15 +4,14 @@ MLX compiles a module when a product first needs it: one after another, on the t
 seconds each on an H200. It keeps the module on disk under a name that follows from the product. So for each module that
 a loaded stage needs and the disk lacks, a process evaluates a small product, and this process then finds the file.
 
-MLX 0.32.4 chooses a module by the rows of a product in tiles of 16, 32 or 64, its format, the alignment of its sizes
-and the generation of the GPU. Where another version chooses otherwise, MLX compiles as before.
+MLX 0.32.4 chooses a module by the rows of a product, its format, its sizes and the generation of the GPU. Where another
+version chooses otherwise, MLX compiles as before.
 """
 
 from __future__ import annotations
 
 import atexit
 import fcntl
-import gc
 import json
 import logging
 import math
@@ -114,24 +113,29 @@ def products_of(form: Format, shape: Sequence[int], dtype: mx.Dtype, generation:
         yield Product(SORTED, name, TILES[-1], form)
 
 
-def products_in_use(dtype: mx.Dtype, generation: int, unembedding: Any = None) -> set[Product]:
-    """Return the products of the weights in the memory of this process that MLX multiplies with rows of `dtype`.
+def products_in_use(objects: Iterable[Any], dtype: mx.Dtype, generation: int, unembedding: Any = None) -> set[Product]:
+    """Return the products by which MLX multiplies rows of `dtype` with the weights among `objects`.
 
-    `unembedding` is an embedding that also multiplies.
+    `objects` are all of this process, so that no layer need know of modules. `unembedding` is an embedding that also
+    multiplies.
     """
-    found = set[Product]()
-    for one in gc.get_objects():
-        kind = type(one)  # `isinstance` would run code of other libraries' objects
-        if issubclass(kind, FusedLinear):
-            found.update(products_of(one.format, one.weights[0].shape, dtype, generation, kind))
-        elif (
-            (one is unembedding or kind in (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear))
-            # Fused modules have lost their weights. Those with a global scale have another kernel.
-            and "scales" in one
-            and one.get("global_scale") is None
-        ):
-            form = Format(one.bits, one.group_size, one.mode)
-            found.update(products_of(form, one["weight"].shape, dtype, generation, kind))
+    # Its type decides, because `isinstance` would run code of other libraries' objects.
+    modules = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
+    fused, plain = list[FusedLinear](), list[Any]()
+    for one in objects:
+        if issubclass(kind := type(one), FusedLinear):
+            fused.append(one)
+        elif one is unembedding or kind in modules:
+            plain.append(one)
+    found, taken = set[Product](), set[int]()
+    for product in fused:
+        taken.add(id(product.weights[0]))
+        found.update(products_of(product.format, product.weights[0].shape, dtype, generation, type(product)))
+    for module in plain:
+        # The weights of others are elsewhere, or have a global scale, which needs other modules.
+        if "scales" in module and id(module["weight"]) not in taken and module.get("global_scale") is None:
+            form = Format(module.bits, module.group_size, module.mode)
+            found.update(products_of(form, module["weight"].shape, dtype, generation, type(module)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -180,7 +181,8 @@ class EngineHost:
             expect(mlx_modules.SECONDS + PART_SECONDS)
             tied = modules.embed_tokens if spec.last and modules.lm_head is None else None
             generation = int(mx.device_info()["compute_capability_major"])
-            mlx_modules.compile_missing(FILES.folder, mlx_modules.products_in_use(stage.dtype, generation, tied))
+            needed = mlx_modules.products_in_use(gc.get_objects(), stage.dtype, generation, tied)
+            mlx_modules.compile_missing(FILES.folder, needed)
         if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
             mx.eval(group.sum(mx.zeros(1)))
