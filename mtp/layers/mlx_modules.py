@@ -29,6 +29,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
@@ -45,7 +46,7 @@ PROCESSES = 8
 """Processes at once, each with a core."""
 
 PROCESS_BYTES = 2**30
-"""Bytes of a GPU that a process may take. CUDA takes some 500 MB in each."""
+"""Bytes of a GPU, and of the machine's memory, that a process may take. CUDA takes some 500 MB of a GPU in each."""
 
 POLL_SECONDS = 0.05
 
@@ -148,16 +149,17 @@ def compile_missing(folder: Path, products: Iterable[Product], seconds: float = 
     missing.sort(key=lambda product: product.module)
     if not missing:
         return
-    free = int(mx.device_info().get("free_memory", PROCESSES * PROCESS_BYTES))
+    memory = psutil.virtual_memory().available
+    free = min(memory, int(mx.device_info().get("free_memory", memory)))
     most = max(1, min(PROCESSES, os.cpu_count() or 1, free // PROCESS_BYTES))
     names = " ".join(product.module for product in missing)
     log.info("compiling modules of MLX", extra={"modules": names, "processes": min(most, len(missing))})
     began = time.monotonic()
-    with TemporaryDirectory(prefix="mtp-modules-") as parent:
-        try:
+    try:
+        with TemporaryDirectory(prefix="mtp-modules-", ignore_cleanup_errors=True) as parent:
             problems = _run(missing, folder, Path(parent), most, seconds)
-        except OSError as error:
-            problems = [str(error)]
+    except OSError as error:
+        problems = [str(error)]
     took = round(time.monotonic() - began, 1)
     if problems:
         text = "; ".join(problems)[:500]
