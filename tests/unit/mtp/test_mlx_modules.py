@@ -81,6 +81,7 @@ def test_a_product_needs_the_module_that_it_names(kernel: str, form: Format, mon
     multiply, gather = Format.multiply, FusedLinear.gather
 
     def note_multiply(self: Format, x: mx.array, weights: Any, *, transposed: bool = True) -> mx.array:
+        assert x.shape[1] > self.group_size, "a GPU of generation 9 has another module"
         asked.append((x.shape[0], weights[0].shape, FusedLinear if transposed else InputRows))
         return multiply(self, x, weights, transposed=transposed)
 
