@@ -17,7 +17,7 @@ from mtp.glm_flash.modules import DecoderLayer, DeltaAttention, Experts, LatentA
 from mtp.glm_flash.streams import HyperConnection
 from mtp.head.drafter import MTPHead
 from mtp.layers.layer import Hole, KVFormat, Layer, Mixer
-from mtp.layers.linear import Format, side_by_side
+from mtp.layers.linear import Format, FusedLinear, InputRows, side_by_side
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.sparse_attention import BlockReader, LatentKV, SparseReads, full_attention, sparse_attention
 from mtp.layers.stream_layer import Connection, Residual, StreamLayer
@@ -114,22 +114,21 @@ class _HeadProducts:
         form = Format.of(product)
         if form is None:
             raise CheckpointError("self_attn.kv_b_proj has a bias or a global scale, which is not supported")
-        self._form = form
         names = [name for name in ("weight", "scales", "biases") if name in product]
         whole = [product[name].reshape(heads, -1, product[name].shape[-1]) for name in names]
-        self._keys = tuple(mx.contiguous(part[:, :key_dim]) for part in whole)
-        self._values = tuple(mx.contiguous(part[:, key_dim:]) for part in whole)
-        mx.eval(self._keys, self._values)
+        self._keys = InputRows(form, tuple(mx.contiguous(part[:, :key_dim]) for part in whole))
+        self._values = FusedLinear(form, tuple(mx.contiguous(part[:, key_dim:]) for part in whole))
+        mx.eval(self._keys.weights, self._values.weights)
         for name in names:
             del product[name]
 
     def latent_queries(self, q: mx.array) -> mx.array:
         """Return `q [heads, rows, key_dim]` times the keys' weights: `[heads, rows, rank]`."""
-        return self._form.multiply(q, self._keys, transposed=False)
+        return self._keys(q)
 
     def values(self, read: mx.array) -> mx.array:
         """Return the values `[heads, rows, value_dim]` of the latents `read [heads, rows, rank]`."""
-        return self._form.multiply(read, self._values)
+        return self._values(read)
 
 
 class LatentMixer(BlockReader):

@@ -187,6 +187,14 @@ class FusedLinear:
         return mx.gather_qmm(x, weight, scales, biases[0] if biases else None, **chosen)
 
 
+class InputRows(FusedLinear):
+    """A product with weights that have a row for each input: `[..., inputs, outputs]`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the outputs for `x [..., rows, inputs]`."""
+        return self.format.multiply(x, self.weights, transposed=False)
+
+
 Fuse = Callable[..., FusedLinear | None]
 """`FusedLinear.of`, perhaps with types to store by columns and the choice of rows."""
 

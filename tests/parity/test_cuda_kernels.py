@@ -5,6 +5,7 @@ They run where `MTP_TEST_GPU=1` is set and MLX computes on an NVIDIA GPU.
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import subprocess
@@ -38,6 +39,8 @@ from mtp.layers.gdn_windows import (
 from mtp.layers.kernel_files import PLACE
 from mtp.layers.kv_cache import tiled_attention
 from mtp.layers.layer import KVFormat, Layer, Mixer
+from mtp.layers.linear import Format
+from mtp.layers.mlx_modules import Product, compile_missing
 from mtp.layers.reference import reference_layer
 from mtp.layers.reference.gdn import GatedDelta, GDNLayer, SigmoidGatedNorm
 from mtp.layers.source_kernel import CudaKernel
@@ -514,3 +517,15 @@ def test_a_process_finds_the_kernels_of_another_one(tmp_path: Path) -> None:
     assert second[3] < 0.3 < by_mlx[3], "MLX compiles for more than a second"
     (file,) = tmp_path.rglob("custom_kernel_*.ptx")
     assert file.with_suffix(".txt").exists()
+
+
+@pytest.mark.slow
+def test_a_process_compiles_a_module_that_mlx_finds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The product that stands for a module needs this one alone, and MLX keeps it under the name that is expected."""
+    caplog.set_level(logging.INFO)
+    form = Format(4, 64, "affine")
+    products = [Product("qmm_sm80_tn", "bfloat16", 16, form), Product("qmm_naive_tt_aligned", "bfloat16", 64, form)]
+    compile_missing(tmp_path, products)
+    assert [r.levelname for r in caplog.records] == ["INFO"] * 2, caplog.text
+    assert {file.stem for file in tmp_path.glob("*.ptx")} == {product.module for product in products}
+    assert len(list(tmp_path.glob("*.cu"))) == len(list(tmp_path.glob("*.txt"))) == 2

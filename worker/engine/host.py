@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.device import Arithmetic, this_device
 from mtp.head.draft_vocabulary import drafted_share
+from mtp.layers import mlx_modules
 from mtp.layers.communicator import ALONE, Communicator, GroupCommunicator
 from mtp.layers.kernel_files import FILES
 from proto.errors import MemoryLimitError
@@ -175,6 +177,12 @@ class EngineHost:
         expect(PROBE_SECONDS if options.exact else TRIAL_SECONDS)
         stage = StageForward(modules, kv_format, exact=options.exact, kernels=machine.kernels, state=machine.state)
         hardware.warn_of_emulated_bfloat16(stage.dtype)
+        if FILES.folder is not None:
+            expect(mlx_modules.SECONDS + PART_SECONDS)
+            tied = modules.embed_tokens if spec.last and modules.lm_head is None else None
+            generation = int(mx.device_info()["compute_capability_major"])
+            needed = mlx_modules.products_in_use(gc.get_objects(), stage.dtype, generation, tied)
+            mlx_modules.compile_missing(FILES.folder, needed)
         if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)
             mx.eval(group.sum(mx.zeros(1)))

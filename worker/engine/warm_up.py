@@ -33,8 +33,8 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
 def warm_up(stage: StageForward, *, first: bool, last: bool, expect: Callable[[float], None]) -> None:
     """Run frames of the usual shapes through `stage` and forget them, as the device needs.
 
-    MLX compiles a CUDA kernel of its own when it first runs, which takes up to 53 seconds on an H200, and keeps it on
-    disk. On Metal it loads or compiles a kernel at its first use too, which takes milliseconds.
+    MLX compiles a CUDA kernel of its own when it first runs, and keeps it on disk. The slow ones are there already, by
+    `mtp.layers.mlx_modules`. On Metal MLX loads or compiles a kernel at its first use too, which takes milliseconds.
 
     `expect(seconds)` tells the watchdog of the engine thread how long the next frame may take. A frame that fails, for
     example for lack of memory, ends the warm-up; the stage serves all the same.

@@ -125,6 +125,9 @@ def _pack(modules: StageModules, packer: Packer) -> None:
     if (rows := modules.draft_rows) is not None:
         is_tied = hasattr(rows.module, "as_linear")
         rows.module = packer.embedding(rows.module) if is_tied else packer.projection(rows.module)
+    head: Any = modules.head
+    if head is not None and "fc" in head:
+        head.fc = packer.projection(head.fc)
 
 
 def _plain_products(modules: StageModules) -> Iterator[nn.Module]:
