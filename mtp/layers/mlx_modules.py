@@ -55,9 +55,6 @@ COMMAND = (sys.executable, "-m", "mtp.layers.mlx_modules")
 TILES = (16, 32, 64)
 """Rows of a tile. A product of more than 32 rows has tiles of 64. Fewer than 8 rows need no module."""
 
-SORTED = "gather_qmm_rhs_sm80_tn"
-"""The kernel of single rows in the order of their experts, which mlx-lm computes from 64 pairs on."""
-
 
 @dataclass(frozen=True)
 class Product:
@@ -75,19 +72,14 @@ class Product:
         return f"{self.kernel}_{self.dtype}_m{self.rows}_b{form.bits}_g{form.group_size}_{form.mode}"
 
     def evaluate(self) -> mx.array:
-        """Return a small product that needs this module: `[rows, outputs]`, or `[rows, 1, outputs]` of experts."""
+        """Return a small product that needs this module: `[rows, outputs]`."""
         is_transposed, dtype = "_tt_" not in self.kernel, getattr(mx, self.dtype)
         # With no more inputs than a group has, a GPU of generation 9 needs another module.
         inputs = 2 * max(64, self.form.group_size) + (32 if "residue" in self.kernel else 0)
         outputs = 64 if "naive_tn" in self.kernel else 128
         shape = (outputs, inputs) if is_transposed else (inputs, outputs)
-        dense = mx.zeros((2, *shape) if self.kernel == SORTED else shape, dtype)
-        weights = mx.quantize(dense, self.form.group_size, self.form.bits, self.form.mode)
-        if self.kernel == SORTED:
-            experts = mx.zeros(self.rows, mx.uint32)
-            y = FusedLinear(self.form, weights).gather(mx.ones((self.rows, 1, inputs), dtype), experts, is_sorted=True)
-        else:
-            y = self.form.multiply(mx.ones((self.rows, inputs), dtype), weights, transposed=is_transposed)
+        weights = mx.quantize(mx.zeros(shape, dtype), self.form.group_size, self.form.bits, self.form.mode)
+        y = self.form.multiply(mx.ones((self.rows, inputs), dtype), weights, transposed=is_transposed)
         mx.eval(y)
         return y
 
@@ -107,11 +99,9 @@ def products_of(form: Format, shape: Sequence[int], dtype: mx.Dtype, generation:
     if kind is InputRows or width % tile:
         return  # without these sizes MLX has a compiled kernel
     is_fast = generation >= 8 and shape[-2] % 128 == 0 and form.bits in (4, 8) and dtype != mx.float32
-    # mlx-lm multiplies each row of an expert by itself.
-    tiles = TILES[:1] if kind is QuantizedSwitchLinear else TILES
+    # mlx-lm multiplies each row of an expert by itself, or all in their order.
+    tiles = (TILES[0], TILES[-1]) if kind is QuantizedSwitchLinear else TILES
     yield from (Product("qmm_sm80_tn" if is_fast else "qmm_naive_tn_aligned", name, rows, form) for rows in tiles)
-    if kind is QuantizedSwitchLinear and is_fast:
-        yield Product(SORTED, name, TILES[-1], form)
 
 
 def products_in_use(objects: Iterable[Any], dtype: mx.Dtype, generation: int, unembedding: Any = None) -> set[Product]:

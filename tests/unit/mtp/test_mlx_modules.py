@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mtp.layers import mlx_modules
 from mtp.layers.linear import Format, FusedLinear, InputRows
-from mtp.layers.mlx_modules import SORTED, TILES, Product, compile_missing, products_in_use, products_of, store_modules
+from mtp.layers.mlx_modules import TILES, Product, compile_missing, products_in_use, products_of, store_modules
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
@@ -57,8 +57,8 @@ def test_the_sizes_and_the_gpu_decide_which_module_a_product_needs() -> None:
     assert kernels(Format(4, 32, "mxfp4"), 192, 256) == every_tile("qmm_sm80_tn")
     assert kernels(AFFINE, 192, 512, InputRows) == every_tile("qmm_naive_tt_aligned")
     assert kernels(AFFINE, 96, 512, InputRows) == every_tile("qmm_naive_tt_residue")
-    assert kernels(AFFINE, 512, 256, QuantizedSwitchLinear) == ["qmm_sm80_tn 16", f"{SORTED} 64"]
-    assert kernels(AFFINE, 512, 96, QuantizedSwitchLinear) == ["qmm_naive_tn_aligned 16"]
+    assert kernels(AFFINE, 512, 256, QuantizedSwitchLinear) == ["qmm_sm80_tn 16", "qmm_sm80_tn 64"]
+    assert kernels(AFFINE, 512, 96, QuantizedSwitchLinear) == ["qmm_naive_tn_aligned 16", "qmm_naive_tn_aligned 64"]
     both = every_tile("qmm_naive_tt_aligned") + every_tile("qmm_sm80_tn")
     assert kernels(AFFINE, 512, 512, QuantizedMultiLinear) == both
     assert not list(products_of(Format(), (256, 512), mx.bfloat16, 9, FusedLinear))
@@ -71,27 +71,21 @@ def test_rows_in_float32_need_the_plain_kernel() -> None:
 
 @pytest.mark.parametrize("form", [AFFINE, Format(6, 128, "affine"), Format(4, 32, "mxfp4"), Format(4, 16, "nvfp4")])
 @pytest.mark.parametrize(
-    "kernel", ["qmm_sm80_tn", "qmm_naive_tn_aligned", "qmm_naive_tt_aligned", "qmm_naive_tt_residue", SORTED]
+    "kernel", ["qmm_sm80_tn", "qmm_naive_tn_aligned", "qmm_naive_tt_aligned", "qmm_naive_tt_residue"]
 )
 def test_a_product_needs_the_module_that_it_names(kernel: str, form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes of the product that `evaluate` computes choose its own kernel, and it can be computed."""
-    if kernel in ("qmm_sm80_tn", SORTED) and form.bits == 6:
+    if kernel == "qmm_sm80_tn" and form.bits == 6:
         pytest.skip("MLX has no such module")
     asked: list[tuple[Any, ...]] = []
-    multiply, gather = Format.multiply, FusedLinear.gather
+    multiply = Format.multiply
 
     def note_multiply(self: Format, x: mx.array, weights: Any, *, transposed: bool = True) -> mx.array:
         assert x.shape[1] > self.group_size, "a GPU of generation 9 has another module"
         asked.append((x.shape[0], weights[0].shape, FusedLinear if transposed else InputRows))
         return multiply(self, x, weights, transposed=transposed)
 
-    def note_gather(self: FusedLinear, x: mx.array, experts: mx.array, *, is_sorted: bool = False) -> mx.array:
-        assert is_sorted and x.shape[1] == 1 and x.shape[0] == experts.size >= 4 * self.weights[0].shape[0]
-        asked.append((x.shape[0], self.weights[0].shape, QuantizedSwitchLinear))
-        return gather(self, x, experts, is_sorted=is_sorted)
-
     monkeypatch.setattr(Format, "multiply", note_multiply)
-    monkeypatch.setattr(FusedLinear, "gather", note_gather)
     product = Product(kernel, "bfloat16", 64, form)
     y = product.evaluate()
     ((rows, shape, kind),) = asked
@@ -106,9 +100,9 @@ def test_only_weights_that_mlx_multiplies_count() -> None:
     objects = [linear, experts, embedding, nn.Linear(8, 8), "text"]
     dense = set(products_of(AFFINE, (128, 32), mx.bfloat16, 9, FusedLinear))
     assert len(dense) == 3
-    assert products_in_use(objects, mx.bfloat16, 9) == dense | {Product(SORTED, "bfloat16", 64, AFFINE)}
+    assert products_in_use(objects, mx.bfloat16, 9) == dense
     fused = FusedLinear.of([experts])
-    assert products_in_use([fused, *objects], mx.bfloat16, 9) == dense
+    assert products_in_use([fused, experts], mx.bfloat16, 9) == dense
     del linear["weight"], linear["scales"]
     assert not products_in_use([linear, embedding], mx.bfloat16, 9)
     (first, *_) = products_in_use([embedding], mx.bfloat16, 9, embedding)
