@@ -185,6 +185,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     # ---- samplers and rules that went once
     "XTC draws once for drafts and verification, and spares special tokens": (
         f"{UNIT}/mtp/test_sampling.py::test_xtc_removes_what_mlx_lm_removes",
+        f"{PARITY}/test_head.py::test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions",
         f"{PARITY}/test_identity.py::test_drafts_stages_and_concurrency_change_nothing",
         f"{COORDINATOR}/prompts/test_parameters.py::test_xtc_spares_the_ends_and_line_breaks_in_every_dialect",
     ),
