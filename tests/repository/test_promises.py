@@ -197,6 +197,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "a trimmed draft head changes no answer": (
         f"{PARITY}/test_identity.py::test_a_trimmed_draft_head_changes_nothing",
         f"{UNIT}/mtp/test_draft_vocabulary.py::test_logits_of_the_part_are_those_of_lm_head",
+        f"{UNIT}/mtp/test_draft_vocabulary.py::test_drafts_come_from_the_part_and_tokens_from_all",
     ),
     "a forced format survives the end of the reasoning": (
         f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
