@@ -177,7 +177,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{PARITY}/test_backup.py::test_a_restored_backup_equals_a_prefill",
         f"{CLUSTER}/test_faults.py::test_a_worker_that_is_stopped",
     ),
-    "and after a lost member of a group": (f"{CLUSTER}/test_groups.py::test_a_lost_process_changes_no_answer",),
+    "and after a lost member of a group": (
+        f"{COORDINATOR}/cluster/test_preparation.py::test_a_lost_process_of_a_group_fails_the_plan",
+        f"{COORDINATOR}/pipeline/test_group_pipeline.py::test_a_backup_has_the_shares_of_all_members",
+    ),
     "and after a lost coordinator": (
         f"{CLUSTER}/test_stored_answers.py::test_answers_outlive_a_killed_coordinator",
         f"{COORDINATOR}/answers/test_stored_answers.py::test_every_event_arrives_once_whatever_the_place_of_the_restart",
@@ -311,7 +314,7 @@ NOT_RUN = {"skip", "slow", "xfail"}
 
 @cache
 def marks_of(path: str) -> dict[str, set[str]]:
-    """Return the tests of a file, each with its own marks and those of the file. Marks of single cases do not count."""
+    """Return the tests of a file, each with its own marks, those of the file, and those that all its cases have."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     files = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
     found = {}
@@ -324,7 +327,18 @@ def marks_of(path: str) -> dict[str, set[str]]:
             ]
             marks = [n.func if isinstance(n, ast.Call) else n for n in nodes]
             found[node.name] = {mark.attr for mark in marks if isinstance(mark, ast.Attribute)}
+            for call in node.decorator_list:
+                found[node.name] |= marks_of_all_cases(call)
     return found
+
+
+def marks_of_all_cases(call: ast.expr) -> set[str]:
+    """Return the marks of NOT_RUN that each case of a `parametrize` has, if its cases are written out."""
+    is_list = isinstance(call, ast.Call) and len(call.args) > 1 and isinstance(call.args[1], ast.List)
+    if not is_list:
+        return set()
+    cases = [ast.unparse(case) for case in call.args[1].elts]
+    return {mark for mark in NOT_RUN if cases and all(f"pytest.mark.{mark}" in case for case in cases)}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
