@@ -334,10 +334,8 @@ def marks_of(path: str) -> dict[str, set[str]]:
 
 def marks_of_all_cases(call: ast.expr) -> set[str]:
     """Return the marks of NOT_RUN that each case of a `parametrize` has, if its cases are written out."""
-    is_list = isinstance(call, ast.Call) and len(call.args) > 1 and isinstance(call.args[1], ast.List)
-    if not is_list:
-        return set()
-    cases = [ast.unparse(case) for case in call.args[1].elts]
+    values = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
+    cases = [ast.unparse(case) for case in values.elts] if isinstance(values, ast.List) else []
     return {mark for mark in NOT_RUN if cases and all(f"pytest.mark.{mark}" in case for case in cases)}
 
 
@@ -353,10 +351,11 @@ def test_a_promise_has_tests_that_run(promise: str) -> None:
 
 
 def test_a_missing_or_slow_test_would_be_seen() -> None:
-    """The marks of a test are read, also those of its whole file."""
+    """The marks of a test are read, also those of its whole file and of all its cases."""
     assert "slow" in marks_of(f"{PARITY}/test_identity.py")["test_all_answers_are_one"]
     assert "slow" in marks_of("tests/chaos/test_chaos.py")["test_no_fault_loses_or_changes_a_token"]
     assert "slow" not in marks_of(f"{CLUSTER}/test_alone.py")["test_streams_go_on_alone"]
+    assert "slow" in marks_of(f"{CLUSTER}/test_groups.py")["test_a_lost_process_changes_no_answer"]
     assert "test_that_is_not_there" not in marks_of(f"{CLUSTER}/test_alone.py")
 
 
