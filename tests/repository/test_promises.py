@@ -300,6 +300,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "NVIDIA GPUs run kernels of this project": (
         f"{PARITY}/test_cuda_kernels.py::test_the_stage_agrees_with_its_reference",
         f"{PARITY}/test_packed_layers.py::test_the_layers_are_packed",
+        f"{PARITY}/test_packed_layers.py::test_the_parts_of_the_members_are_added",
+        f"{PARITY}/test_packed_layers.py::test_a_row_does_not_see_rejected_rows",
     ),
     "a Mac uses a kernel that is right and faster in a trial": (
         f"{PARITY}/test_metal_layers.py::test_a_kernel_is_used_if_it_is_right_and_not_slower",
