@@ -14,13 +14,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from coordinator.cli import PROGRAM, app
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
+from mtp.head.draft_vocabulary import drafted_tokens
+from proto.errors import UsageError
+from proto.params import SamplingParams
+from proto.stage_options import StageOptions
 from proto.terminal import console
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.tiny_tokenizer import write_tokenizer
@@ -123,6 +127,26 @@ def test_a_prompt_may_be_text_or_stdin(call: Call, model: Path, monkeypatch: pyt
         assert result_of(call(model, "--raw", source, *few))["tokens"] == raw["tokens"]
     chat = result_of(call(model, "--prompt", PROMPT, *few))
     assert chat["stats"]["prompt_tokens"] > raw["stats"]["prompt_tokens"]
+
+
+def test_options_reach_the_stage_and_the_request(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The stage gets the part of the vocabulary for drafts and the types, and the request its sampling."""
+    run: list[Any] = []
+
+    async def record(*given: Any) -> NoReturn:
+        run.extend(given)
+        raise UsageError("recorded")
+
+    monkeypatch.setattr("coordinator.cli.generate_command._run", record)
+    (tmp_path / "ids").write_text("7")
+    flags = ("--acceptance", "ratio", "--draft-vocab", str(tmp_path / "ids"), "--kv-bits", "8", "--dtype", "float16")
+    call(model, PROMPT, *flags, "--temp", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--seed", "3")
+    _, stage, _, request, _ = run
+    assert stage == StageOptions("float16", 8, draft_vocab=stage.draft_vocab)
+    assert 7 in drafted_tokens(stage.draft_vocab, 512)
+    assert request.params == SamplingParams(0.5, 4, 0.9, 0.1, seed=3, acceptance="ratio")
 
 
 # ---- what is wrong

@@ -351,14 +351,15 @@ PENALIZED: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("settings", [{}, PENALIZED], ids=["drafts of the device", "drafts of the host"])
 def test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions(
-    checkpoints: Checkpoints,
+    checkpoints: Checkpoints, settings: dict[str, Any]
 ) -> None:
     """Each draft is the target rule's choice from the head's logits at that position.
 
-    It uses the noise of the position and penalties over all text before it, earlier drafts included.
+    It uses the noise of the position, its draw of XTC, and penalties over all text before it, earlier drafts included.
     """
-    params = SamplingParams(temperature=0.9, seed=5, **PENALIZED)
+    params = SamplingParams(temperature=0.9, seed=5, xtc_probability=0.5, xtc_threshold=0.001, **settings)
     chain = Chain(checkpoints(layers=4))
     script = Script(0, random_tokens(PROMPT), params)
     segment = script.chunk(PROMPT, drafts=DEPTH)

@@ -29,7 +29,7 @@ from coordinator.schedule.sequence import Sequence
 from coordinator.text.tokenizer import Tokenizer
 from mtp.builtin import checkpoint_dir
 from mtp.checkpoint.format.checkpoint import Checkpoint
-from mtp.head.draft_vocabulary import DraftVocabulary
+from mtp.head.draft_vocabulary import DraftVocabulary, drafted_tokens
 from mtp.sampling.sampler import filtered
 from proto.params import SamplingParams
 from tests.support.checkpoints.checkpoints import convert_checkpoint
@@ -138,6 +138,9 @@ def test_a_trimmed_draft_head_changes_nothing(expected: list[Answered], mtp: str
     found = answers(requests(FEW, COUNT), mtp, stages, draft_vocab=part)
     check_same(found, expected)
     assert mtp == "auto" or accepted(found) > 0, "no draft was accepted, so the test compared nothing"
+    outside = set(range(tokenizer.vocab_size)) - set(drafted_tokens(part, tokenizer.vocab_size))
+    assert outside & {token for answer in found for token in answer.tokens}
+    assert not outside & {token for answer in found for token in answer.accepted}
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{PARITY}/test_backup.py::test_a_restored_backup_equals_a_prefill",
         f"{CLUSTER}/test_faults.py::test_a_worker_that_is_stopped",
     ),
-    "and after a lost member of a group": (f"{CLUSTER}/test_groups.py::test_a_lost_process_changes_no_answer",),
+    "and after a lost member of a group": (
+        f"{COORDINATOR}/cluster/test_preparation.py::test_a_lost_process_of_a_group_fails_the_plan",
+        f"{COORDINATOR}/pipeline/test_group_pipeline.py::test_a_backup_has_the_shares_of_all_members",
+    ),
     "and after a lost coordinator": (
         f"{CLUSTER}/test_stored_answers.py::test_answers_outlive_a_killed_coordinator",
         f"{COORDINATOR}/answers/test_stored_answers.py::test_every_event_arrives_once_whatever_the_place_of_the_restart",
@@ -185,6 +188,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     # ---- samplers and rules that went once
     "XTC draws once for drafts and verification, and spares special tokens": (
         f"{UNIT}/mtp/test_sampling.py::test_xtc_removes_what_mlx_lm_removes",
+        f"{PARITY}/test_head.py::test_drafts_are_drawn_with_the_noise_and_the_past_of_their_positions",
         f"{PARITY}/test_identity.py::test_drafts_stages_and_concurrency_change_nothing",
         f"{COORDINATOR}/prompts/test_parameters.py::test_xtc_spares_the_ends_and_line_breaks_in_every_dialect",
     ),
@@ -196,6 +200,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "a trimmed draft head changes no answer": (
         f"{PARITY}/test_identity.py::test_a_trimmed_draft_head_changes_nothing",
         f"{UNIT}/mtp/test_draft_vocabulary.py::test_logits_of_the_part_are_those_of_lm_head",
+        f"{UNIT}/mtp/test_draft_vocabulary.py::test_drafts_come_from_the_part_and_tokens_from_all",
     ),
     "a forced format survives the end of the reasoning": (
         f"{PARITY}/test_reasoning_limit.py::test_a_format_survives_the_end_of_the_reasoning",
@@ -295,6 +300,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "NVIDIA GPUs run kernels of this project": (
         f"{PARITY}/test_cuda_kernels.py::test_the_stage_agrees_with_its_reference",
         f"{PARITY}/test_packed_layers.py::test_the_layers_are_packed",
+        f"{PARITY}/test_packed_layers.py::test_the_parts_of_the_members_are_added",
+        f"{PARITY}/test_packed_layers.py::test_a_row_does_not_see_rejected_rows",
     ),
     "a Mac uses a kernel that is right and faster in a trial": (
         f"{PARITY}/test_metal_layers.py::test_a_kernel_is_used_if_it_is_right_and_not_slower",
@@ -309,7 +316,7 @@ NOT_RUN = {"skip", "slow", "xfail"}
 
 @cache
 def marks_of(path: str) -> dict[str, set[str]]:
-    """Return the tests of a file, each with its own marks and those of the file. Marks of single cases do not count."""
+    """Return the tests of a file, each with its own marks, those of the file, and those that all its cases have."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     files = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
     found = {}
@@ -322,7 +329,16 @@ def marks_of(path: str) -> dict[str, set[str]]:
             ]
             marks = [n.func if isinstance(n, ast.Call) else n for n in nodes]
             found[node.name] = {mark.attr for mark in marks if isinstance(mark, ast.Attribute)}
+            for call in node.decorator_list:
+                found[node.name] |= marks_of_all_cases(call)
     return found
+
+
+def marks_of_all_cases(call: ast.expr) -> set[str]:
+    """Return the marks of NOT_RUN that each case of a `parametrize` has, if its cases are written out."""
+    values = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
+    cases = [ast.unparse(case) for case in values.elts] if isinstance(values, ast.List) else []
+    return {mark for mark in NOT_RUN if cases and all(f"pytest.mark.{mark}" in case for case in cases)}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -337,10 +353,11 @@ def test_a_promise_has_tests_that_run(promise: str) -> None:
 
 
 def test_a_missing_or_slow_test_would_be_seen() -> None:
-    """The marks of a test are read, also those of its whole file."""
+    """The marks of a test are read, also those of its whole file and of all its cases."""
     assert "slow" in marks_of(f"{PARITY}/test_identity.py")["test_all_answers_are_one"]
     assert "slow" in marks_of("tests/chaos/test_chaos.py")["test_no_fault_loses_or_changes_a_token"]
     assert "slow" not in marks_of(f"{CLUSTER}/test_alone.py")["test_streams_go_on_alone"]
+    assert "slow" in marks_of(f"{CLUSTER}/test_groups.py")["test_a_lost_process_changes_no_answer"]
     assert "test_that_is_not_there" not in marks_of(f"{CLUSTER}/test_alone.py")
 
 

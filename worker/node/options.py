@@ -63,6 +63,7 @@ class WorkerOptions:
             min=0,
             max=65532,
             help="Port for frames, for a firewall. A process for a group takes the next three.  [default: any]",
+            show_default=False,
         ),
     ] = 0
     name: Annotated[

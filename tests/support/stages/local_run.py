@@ -33,6 +33,8 @@ class Answered:
     reason: str
     stats: GenerationStats
     seconds: float
+    accepted: tuple[int, ...] = ()
+    """The tokens that were drafts."""
 
 
 async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
@@ -52,6 +54,7 @@ async def answer(loop: GenerationLoop, request: GenerationRequest) -> Answered:
         end.reason,
         end.stats,
         time.perf_counter() - started,
+        tuple(token for chunk in chunks for token in chunk.tokens[: chunk.accepted]),
     )
 
 

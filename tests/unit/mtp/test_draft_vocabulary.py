@@ -22,10 +22,12 @@ from mtp.head.draft_vocabulary import (
     drafted_tokens,
     frequent_tokens,
 )
+from mtp.layers.layer import KVFormat
 from proto.errors import UsageError
 from proto.span import Span
 from tests.conftest import Checkpoints
 from worker.model.loader import load_stage
+from worker.model.verifier import Verifier
 
 VOCAB, HIDDEN = 512, 64
 LINEAR, EMBEDDING = nn.Linear(HIDDEN, VOCAB, bias=False), nn.Embedding(VOCAB, HIDDEN)
@@ -101,6 +103,21 @@ def test_the_rows_are_counted_where_the_head_is(checkpoints: Checkpoints, option
     assert stage.draft_rows is not None
     held = sum(value.nbytes for value in stage.draft_rows.module.parameters().values())
     assert held == rows
+
+
+def test_drafts_come_from_the_part_and_tokens_from_all(checkpoints: Checkpoints) -> None:
+    """The last stage draws drafts from the chosen rows alone, and its own choices from all rows of lm_head."""
+    checkpoint = Checkpoint.open(checkpoints(layers=4, tie=False))
+    span, bitmap = Span(0, checkpoint.config.num_layers), b"\x55" * (checkpoint.config.vocab_size // 8)
+    verifier = Verifier(
+        load_stage(checkpoint, span, first=True, last=True, dtype=None, draft_vocab=bitmap),
+        KVFormat(),
+    )
+    assert verifier.drafter is not None
+    row = mx.zeros((1, verifier.drafter.head.width))
+    impossible = mx.isinf(verifier.drafter.unembed(row)[0])
+    assert mx.array_equal(impossible, mx.arange(checkpoint.config.vocab_size) % 2 == 1).item()
+    assert not mx.isinf(verifier.unembed(row)).any().item()
 
 
 def test_slices_and_members_have_the_rows_of_the_whole(checkpoints: Checkpoints) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -12,12 +13,14 @@ import pytest
 from coordinator.cluster.discovery import on_this_machine
 from coordinator.cluster.events import PlanPrepared, PreparationFailed
 from coordinator.cluster.membership import ManagerOptions
-from coordinator.cluster.plan_start import PlanStart, StartError, workers_in_use
+from coordinator.cluster.plan_start import GroupStart, PlanStart, StartError, workers_in_use
 from coordinator.cluster.view import Settings, View
 from coordinator.pipeline.remote_pipeline import RemotePipeline
+from coordinator.pipeline.worker_client import WorkerClient
+from coordinator.planning.capacity import Capacity
 from mtp.device import FrameLimits
 from proto import cluster_pb2 as pb
-from proto.errors import ClusterError, MemoryLimitError
+from proto.errors import ClusterError, MemoryLimitError, WorkerLostError
 from proto.span import Span
 from proto.stage_options import StageOptions
 from tests.support.protocol.cluster_walk import worker
@@ -153,3 +156,38 @@ def test_a_worker_on_this_machine_is_recognized(monkeypatch: pytest.MonkeyPatch,
     interfaces = {"en0": [SimpleNamespace(address="192.168.7.2")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     assert on_this_machine(address) is here
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (None, "ended"),
+        (pb.WorkerStatus(epoch=EPOCH, fault=pb.Fault(message="no memory")), "no memory"),
+        (pb.WorkerStatus(engine_stall_ms=2900), "stuck"),
+    ],
+    ids=["ended", "fault", "stuck"],
+)
+async def test_a_lost_process_of_a_group_fails_the_plan(
+    monkeypatch: pytest.MonkeyPatch, status: pb.WorkerStatus | None, words: str
+) -> None:
+    """The pipeline fails with the cause, and suspects the worker that the process belongs to."""
+    watched: list[Any] = []
+    monkeypatch.setattr(WorkerClient, "watch", lambda _, timeout, *calls: watched.extend(calls))
+
+    async def start_member(*_: Any) -> pb.MemberReply:
+        return pb.MemberReply(port=1)
+
+    parts = {"call": start_member, "stub": MagicMock(), "address": FAR, "owner": FAR, "trust": None, "node": ""}
+    group = GroupStart(pb.Coordinator(), EPOCH, 3.0, 9000)
+    stages: Any = await group.start([[cast(Any, SimpleNamespace(**parts))]])
+    pipeline = RemotePipeline(stages, EPOCH, Capacity(1, 1, 0), 3.0, [Span(0, 2)])
+    group.serve(pipeline)
+    on_status, on_lost = watched
+    if status is None:
+        on_lost(WorkerLostError("it ended"))
+    else:
+        on_status(status)
+    with pytest.raises(ClusterError, match=words):
+        await pipeline.receive_frame()
+    assert pipeline.suspect == FAR
+    await group.close()

@@ -15,9 +15,14 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.serve import own_worker, server
+from coordinator.serve.options import ServeOptions
 from coordinator.serve.own_worker import OwnWorker
+from coordinator.serve.served_parts import OpenedModel
 from coordinator.serve.server import _run
+from mtp.builtin import checkpoint_dir
+from mtp.head.draft_vocabulary import DraftVocabulary
 from proto.errors import CheckpointError
+from proto.stage_options import StageOptions
 from tests.support.processes.waits import until
 
 
@@ -57,6 +62,24 @@ def test_the_files_of_the_model_are_opened_beside_the_event_loop(
     assert result.exit_code
     (thread,) = threads
     assert thread is not threading.main_thread()
+
+
+def test_the_options_of_a_model_reach_its_stages_and_requests(tmp_path: Path) -> None:
+    """Stages get the types and the part of the vocabulary for drafts, and requests the rule of acceptance."""
+    options = ServeOptions(
+        "builtin",
+        acceptance="ratio",
+        draft_vocab=DraftVocabulary(640),
+        dtype="float16",
+        kv_bits=8,
+        state_dir=tmp_path,
+    )
+    model = OpenedModel(options, checkpoint_dir())
+    assert model.info.defaults.acceptance == "ratio"
+    part = model.stage_options.draft_vocab
+    assert 640 <= int.from_bytes(part).bit_count() < 800
+    assert model.stage_options == StageOptions("float16", 8, draft_vocab=part)
+    assert model.local.model.options == model.stage_options
 
 
 @pytest.mark.parametrize("problem", ["no log", "no program"])
