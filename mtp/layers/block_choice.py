@@ -1,12 +1,57 @@
-"""The choice of the lowest ranks of each row, in one launch on a GPU, the same text for NVIDIA and Apple."""
+"""The kernels that choose the blocks of tokens which sparse attention reads, the same text for NVIDIA and Apple.
+
+Three launches rank all blocks, choose the best ones, and list their tokens. MLX's operations are some hundred for 32
+heads, which take the host longer than the GPU.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mtp.layers.source_kernel import THREADS, SourceKernel
+
+PLACE = """
+  // A row's query is at a place of the text, which lacks the rows that are rejected. It sees the whole blocks before.
+  const int row = blockIdx.y, column = blockIdx.x * 256 + threadIdx.x;
+  const int place = numbers[0] + row - removed[0], whole = (place + 1) / BLOCK;
+"""
+"""The start of two kernels whose blocks of threads have 256 columns of a row."""
+
+RANK_SOURCE = (
+    PLACE
+    + r"""
+  const int columns = products_shape[2];
+  if (column >= columns) return;
+  float score = 0.0f;
+  for (int head = 0; head < HEADS; ++head) {
+    float product = products[(($int64)row * HEADS + head) * columns + column];
+    product = product > 0.0f ? product : 0.0f;
+    score += WEIGHTED ? __fmul_rn(product, weights[row * HEADS + head]) : product;
+  }
+  ranks[($int64)row * columns + column] = column < whole ? -score : __uint_as_float(0x7f800000);
+"""
+)
+
+TOKEN_SOURCE = (
+    PLACE
+    + r"""
+  const int chosen_tokens = COUNT * BLOCK, all = chosen_tokens + BLOCK - 1;
+  if (column >= all) return;
+  int token = whole * BLOCK + column - chosen_tokens;
+  bool sees = token <= place;
+  if (column < chosen_tokens) {
+    token = (int)chosen[row * COUNT + column / BLOCK] * BLOCK + column % BLOCK;
+    sees = column < whole * BLOCK;
+  }
+  // The rejected rows are still in the cache.
+  token = token < numbers[1] - removed[0] ? token : token + removed[0];
+  tokens[($int64)row * all + column] = token < numbers[2] ? token : numbers[2];
+  seen[($int64)row * all + column] = sees;
+"""
+)
 
 CHOICE_SOURCE = r"""
   // A block of threads reads a row. It finds the bits of the last rank that is chosen, eight at a time from the
@@ -77,9 +122,45 @@ CHOICE_SOURCE = r"""
 """
 
 
+SOURCES = RANK_SOURCE + CHOICE_SOURCE + TOKEN_SOURCE
+
+
 @cache
-def _kernel(language: type[SourceKernel]) -> SourceKernel:
-    return language("block_choice", ["ranks"], ["chosen"], CHOICE_SOURCE)
+def _kernels(language: type[SourceKernel]) -> tuple[SourceKernel, SourceKernel, SourceKernel]:
+    return (
+        language("block_ranks", ["products", "weights", "numbers", "removed"], ["ranks"], RANK_SOURCE),
+        language("block_choice", ["ranks"], ["chosen"], CHOICE_SOURCE),
+        language("block_tokens", ["chosen", "numbers", "removed"], ["tokens", "seen"], TOKEN_SOURCE),
+    )
+
+
+class Rows(NamedTuple):
+    """The places of the queries of some rows, which follow each other.
+
+    `numbers` are that of the first one, the end of the rejected rows, and the newest entry of the cache, int32 `[3]`.
+    `removed` is the number of rejected rows, int32 `[1]`, lazy.
+    """
+
+    numbers: mx.array
+    removed: mx.array
+    block: int
+
+
+def ranks_of(language: type[SourceKernel], products: mx.array, weights: mx.array | None, rows: Rows) -> mx.array:
+    """Return the ranks of blocks, the best one lowest: fp32 `[w, n]`, infinite for blocks that a query does not see.
+
+    `products [w, heads, n]` are those of queries and blocks, and `weights [w, heads]` those of the heads, 1 without
+    them. Both are fp32.
+    """
+    w, heads, columns = products.shape
+    (ranks,) = _kernels(language)[0](
+        [products, products if weights is None else weights, rows.numbers, rows.removed],
+        blocks=(-(-columns // THREADS), w, 1),
+        template=[("HEADS", heads), ("BLOCK", rows.block), ("WEIGHTED", weights is not None)],
+        shapes=[(w, columns)],
+        dtypes=[mx.float32],
+    )
+    return ranks
 
 
 def lowest(language: type[SourceKernel] | None, ranks: mx.array, count: int) -> mx.array:
@@ -90,12 +171,28 @@ def lowest(language: type[SourceKernel] | None, ranks: mx.array, count: int) -> 
     """
     if language is None:
         return mx.sort(mx.argsort(ranks, axis=-1)[:, :count], axis=-1)
-    (chosen,) = _kernel(language)(
+    (chosen,) = _kernels(language)[1](
         [ranks],
         blocks=(ranks.shape[0], 1, 1),
-        threads=THREADS,
         template=[("COUNT", count)],
         shapes=[(ranks.shape[0], count)],
         dtypes=[mx.uint32],
     )
     return chosen
+
+
+def tokens_of(language: type[SourceKernel], chosen: mx.array, rows: Rows) -> tuple[mx.array, mx.array]:
+    """Return the entries of the cache that queries read, uint32 `[w, any]`, and which of them they see.
+
+    They are the tokens of the `chosen [w, count]` blocks, and those after the last whole block.
+    """
+    w, count = chosen.shape
+    read = count * rows.block + rows.block - 1
+    tokens, seen = _kernels(language)[2](
+        [chosen, rows.numbers, rows.removed],
+        blocks=(-(-read // THREADS), w, 1),
+        template=[("COUNT", count), ("BLOCK", rows.block)],
+        shapes=[(w, read)] * 2,
+        dtypes=[mx.uint32, mx.bool_],
+    )
+    return tokens, seen

@@ -7,8 +7,8 @@ Up to the budget it reads every token, and no block is scored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple, Self
 
@@ -17,8 +17,9 @@ import numpy as np
 
 from mtp.device import this_device
 from mtp.layers import block_choice
+from mtp.layers.block_choice import SOURCES, Rows
 from mtp.layers.kv_cache import PlainKV, Shape, tiled_attention
-from mtp.layers.layer import KV_HEADS, CutAxis, Hole, Picks, Rows
+from mtp.layers.layer import KV_HEADS, CutAxis, Hole, Picks
 from mtp.layers.source_kernel import SourceKernel
 from proto.errors import ProtocolError
 
@@ -148,44 +149,8 @@ TILE_BYTES = 2**28
 """Bytes. Bound of the keys and values that are gathered for some queries at once. MLX may copy them for each head."""
 
 
-Language = type[SourceKernel] | None
-"""The language of the kernel that chooses blocks. None is MLX's sorts."""
-
-TRIED_BLOCKS = 8192
-"""Blocks of the trial of the kernel, those of 32,768 tokens of GLM-5.3-Flash."""
-
-
-class BlockReader:
-    """A mixer that reads the blocks which an indexer chooses by `sizes`."""
-
-    sizes: IndexerArgs
-    language: Language = None
-
-    def take_kernel(self, language: type[SourceKernel], picks: Picks) -> None:
-        """Let a kernel in `language` choose the blocks if `picks` allows it."""
-        count = self.sizes.budget // self.sizes.block
-
-        def mark_in(language: Language) -> Rows:
-            """Return a function that marks the blocks whose ranks are rows."""
-
-            def mark(x: mx.array) -> mx.array:
-                chosen = block_choice.lowest(language, x.astype(mx.float32), count)
-                return mx.put_along_axis(mx.zeros_like(x), chosen, mx.array(1, x.dtype), axis=1)
-
-            return mark
-
-        shapes = f"{count} blocks"
-        won = picks("block_choice", shapes, block_choice.CHOICE_SOURCE, TRIED_BLOCKS, mark_in(language), mark_in(None))
-        self.language = language if won else None
-
-
 def chosen_blocks(
-    queries: mx.array,
-    blocks: mx.array,
-    whole: mx.array,
-    count: int,
-    weights: mx.array | None = None,
-    language: Language = None,
+    queries: mx.array, blocks: mx.array, whole: mx.array, count: int, weights: mx.array | None = None
 ) -> mx.array:
     """Return the `count` blocks with the highest scores for each query, in their order: `[w, count]`.
 
@@ -200,7 +165,7 @@ def chosen_blocks(
         ranks = _ranks(heads, *seen)
     else:
         ranks = _weighted_ranks(heads, mx.split(weights.astype(mx.float32)[..., None], len(heads), axis=1), *seen)
-    return block_choice.lowest(language, ranks.squeeze(1), count)
+    return block_choice.lowest(None, ranks.squeeze(1), count)
 
 
 @partial(mx.compile, shapeless=True)
@@ -216,6 +181,10 @@ def _weighted_ranks(heads: Any, weights: Any, numbers: mx.array, whole: mx.array
     pairs = zip(heads, weights, strict=True)
     scores = reduce(add, (mx.maximum(products, 0) * weight for products, weight in pairs))
     return mx.where(numbers < whole, -scores, mx.inf)
+
+
+Language = type[SourceKernel] | None
+"""The language of the kernels that choose blocks. None is MLX's operations."""
 
 
 class SparseReads(NamedTuple):
@@ -237,10 +206,54 @@ class SparseReads(NamedTuple):
     hole: Hole | None = None
     language: Language = None
 
-    def chosen(self, own: slice, whole: mx.array, count: int) -> mx.array:
-        """Return `chosen_blocks` of the queries `own`."""
-        weights = None if self.weights is None else self.weights[own]
-        return chosen_blocks(self.index_queries[own], self.blocks, whole, count, weights, self.language)
+    @property
+    def most(self) -> int:
+        """Blocks that a query reads."""
+        return min(self.args.budget // self.args.block, int(self.blocks.shape[0]))
+
+    def chosen(self, own: slice) -> mx.array:
+        """Return the blocks that each of the queries `own` reads, in their order: `[w, count]`."""
+        queries, weights = self.index_queries[own], None if self.weights is None else self.weights[own]
+        if self.language is None:
+            return chosen_blocks(queries, self.blocks, self._whole(own), self.most, weights)
+        wide = None if weights is None else weights.astype(mx.float32)
+        products = queries.astype(mx.float32) @ self.blocks.T
+        ranks = block_choice.ranks_of(self.language, products, wide, self._rows(own))
+        return block_choice.lowest(self.language, ranks, self.most)
+
+    def tokens(self, own: slice) -> tuple[mx.array, mx.array]:
+        """Return the entries of the cache that the queries `own` read, and which of them they see: `[w, any]`.
+
+        They are the tokens of the chosen blocks, and those after the last whole block.
+        """
+        chosen = self.chosen(own)
+        if self.language is not None:
+            return block_choice.tokens_of(self.language, chosen, self._rows(own))
+        inner = mx.array(np.arange(self.args.block), mx.uint32)
+        tokens = (chosen[..., None] * self.args.block + inner).reshape(chosen.shape[0], -1)
+        newest, seen = _seen(self, own)
+        tokens = mx.concatenate([tokens, newest], axis=1)
+        if self.hole is not None:
+            tokens = mx.minimum(self.hole.entries(tokens), self.keys.shape[2] - 1)
+        return tokens, seen
+
+    def _whole(self, own: slice) -> mx.array:
+        """Return the number of whole blocks that each of the queries sees: int32 `[w]`."""
+        places: Any = np.arange(self.offset + own.start, self.offset + own.stop)
+        if self.hole is not None:  # only the device knows the place
+            places = mx.array(places) - self.hole.count
+        return mx.array((places + 1) // self.args.block, mx.int32)
+
+    def _rows(self, own: slice) -> Rows:
+        hole, newest = self.hole, int(self.keys.shape[2]) - 1
+        numbers = _numbers(self.offset + own.start, newest + 1 if hole is None else hole.end, newest)
+        return Rows(numbers, _numbers(0) if hole is None else hole.count, self.args.block)
+
+
+@lru_cache(maxsize=64)
+def _numbers(*numbers: int) -> mx.array:
+    """Return an array of some numbers, which all layers of a frame share."""
+    return mx.array(numbers, mx.int32)
 
 
 def full_attention(
@@ -271,7 +284,6 @@ SCORE_BYTES = 2**29
 def masked_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` as one of all keys, most of which are masked."""
     q, keys, values, _, blocks, offset, args, scale, *_ = reads
-    count = min(args.budget // args.block, blocks.shape[0])
     tile = max(1, SCORE_BYTES // (q.shape[1] * keys.shape[2] * q.itemsize))
     outputs = []
     for start in range(0, q.shape[2], tile):
@@ -279,7 +291,7 @@ def masked_attention(reads: SparseReads) -> mx.array:
         seen, rows = offset + own.stop, own.stop - own.start
         places = mx.arange(offset + own.start, seen)[:, None]
         whole = (places + 1) // args.block
-        chosen = reads.chosen(own, whole[:, 0], count)
+        chosen = reads.chosen(own)
         # With room for blocks behind a query's own, which the mask hides, and for the newest tokens.
         picked = mx.zeros((rows, blocks.shape[0] + 1), mx.bool_)
         picked = mx.put_along_axis(picked, chosen, mx.array(True), axis=1)
@@ -296,30 +308,23 @@ def masked_attention(reads: SparseReads) -> mx.array:
 
 def gathered_attention(reads: SparseReads) -> mx.array:
     """Return `sparse_attention` with the keys that each query reads next to each other."""
-    q, keys, values, _, blocks, _, args, scale, _, hole, _ = reads
-    count = min(args.budget // args.block, blocks.shape[0])
-    read = count * args.block + args.block - 1
+    q, keys, values, args, scale = reads.q, reads.keys, reads.values, reads.args, reads.scale
+    read = reads.most * args.block + args.block - 1
     row = 2 * keys.shape[1] * keys.shape[3] * keys.itemsize
     tile = max(1, TILE_BYTES // (read * row))
     # An index in place of `squeeze` would copy the whole cache.
     held = [part.squeeze(0).transpose(1, 0, 2) for part in (keys, values)]
-    inner = mx.array(np.arange(args.block), mx.uint32)
     outputs = []
     for start in range(0, q.shape[2], tile):
         own = slice(start, min(start + tile, q.shape[2]))
-        whole, newest, mask = _seen(reads, own, count)
-        chosen = reads.chosen(own, whole, count)
         rows = own.stop - own.start
-        tokens = (chosen[..., None] * args.block + inner).reshape(rows, -1)
-        tokens = mx.concatenate([tokens, newest], axis=1)
-        if hole is not None:
-            tokens = mx.minimum(hole.entries(tokens), keys.shape[2] - 1)
+        tokens, seen = reads.tokens(own)
         k = held[0][tokens].transpose(0, 2, 1, 3)
         v = k if values is keys else held[1][tokens].transpose(0, 2, 1, 3)
         # The heads that share keys are the rows of one product, which reads the keys once for all of them.
         heads = q[0:1, :, own].reshape(keys.shape[1], -1, rows, q.shape[3])
         found = mx.fast.scaled_dot_product_attention(
-            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=mask[:, None, None]
+            heads.transpose(2, 0, 1, 3), k, v, scale=scale, mask=seen[:, None, None]
         )
         outputs.append(found.reshape(rows, -1, q.shape[3]).transpose(1, 0, 2)[None])
         if own.stop < q.shape[2]:
@@ -327,16 +332,16 @@ def gathered_attention(reads: SparseReads) -> mx.array:
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def _seen(reads: SparseReads, own: slice, count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return what the queries `own` see: `[w]` whole blocks, the tokens `[w, block - 1]` after them, and a mask.
+def _seen(reads: SparseReads, own: slice) -> tuple[mx.array, mx.array]:
+    """Return the tokens `[w, block - 1]` after the whole blocks of the queries `own`, and a mask.
 
-    The mask is that of the tokens of `count` chosen blocks and of the newest ones. The blocks that a query sees are the
+    The mask is that of the tokens of the chosen blocks and of the newest ones. The blocks that a query sees are the
     first of those chosen for it.
     """
     block, hole = reads.args.block, reads.hole
     join: Any = np.concatenate
     places: Any = np.arange(reads.offset + own.start, reads.offset + own.stop)[:, None]
-    inner: Any = np.arange(count * block)
+    inner: Any = np.arange(reads.most * block)
     after: Any = np.arange(block - 1)
     if hole is not None:  # only the device knows the place
         places, inner, after, join = mx.array(places) - hole.count, mx.array(inner), mx.array(after), mx.concatenate
@@ -345,4 +350,36 @@ def _seen(reads: SparseReads, own: slice, count: int) -> tuple[mx.array, mx.arra
     mask = mx.array(join([inner < whole * block, newest <= places], axis=1))
     if hole is None:
         newest = np.minimum(newest, reads.keys.shape[2] - 1)
-    return mx.array(whole[:, 0], mx.int32), mx.array(newest, mx.uint32), mask
+    return mx.array(newest, mx.uint32), mask
+
+
+TRIED_TOKENS = 32_768
+"""Tokens of the trial of the kernels."""
+
+
+class BlockReader:
+    """A mixer that reads the blocks which an indexer chooses by `sizes`."""
+
+    sizes: IndexerArgs
+    language: Language = None
+
+    def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
+        """Let kernels in `language` choose the blocks if `picks` allows it."""
+        args = replace(self.sizes, heads=1)
+
+        def mark_in(language: Language) -> Callable[[mx.array], mx.array]:
+            """Return a function that marks the tokens which rows of products read."""
+
+            def mark(x: mx.array) -> mx.array:
+                w = x.shape[0]
+                blocks, queries = x[:, :: args.block].T.astype(mx.float32), mx.eye(w)[:, None]
+                keys, offset = x[None, None].swapaxes(2, 3), TRIED_TOKENS - args.block - w
+                reads = SparseReads(x, keys, keys, queries, blocks, offset, args, 1.0)
+                tokens, seen = reads._replace(language=language).tokens(slice(0, w))
+                return mx.put_along_axis(mx.zeros_like(x), tokens, seen.astype(x.dtype), axis=1)
+
+            return mark
+
+        shapes = f"{args.budget // args.block} blocks of {args.block}"
+        own, replaced = mark_in(language), mark_in(None)
+        self.language = language if picks("block_choice", shapes, SOURCES, TRIED_TOKENS, own, replaced) else None

@@ -76,7 +76,7 @@ class StreamLayer(Layer):
     def take_kernels(self, language: type[SourceKernel], picks: Picks) -> None:
         self.experts = row_experts(self.experts, self.dtype, language, picks)
         if isinstance(self.mixer, BlockReader):
-            self.mixer.take_kernel(language, picks)
+            self.mixer.take_kernels(language, picks)
         if (kernel := self.connections[0].kernel) is None:
             return
 

@@ -134,6 +134,12 @@ def test_the_choice_of_blocks_agrees(columns: int, count: int) -> None:
     row_kernels.check_choice(CudaKernel, columns, count)
 
 
+@pytest.mark.parametrize(("weighted", "rejected"), [(False, None), (True, None), (True, 0), (False, 2)])
+def test_queries_read_the_tokens_of_chosen_blocks(weighted: bool, rejected: int | None) -> None:
+    """They are those that MLX's operations choose."""
+    row_kernels.check_reads(CudaKernel, weighted=weighted, rejected=rejected)
+
+
 # ---- products
 
 

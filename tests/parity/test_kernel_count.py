@@ -282,7 +282,7 @@ def test_a_member_launches_two_sums_more(models: dict[int, Path]) -> None:
 def test_the_attention_to_chosen_blocks() -> None:
     """Choosing blocks, reading and attending take eleven kernels, two of which read keys and values.
 
-    A kernel that chooses saves one of them, and its launch has no further ones, as MLX's sorts of many blocks do.
+    With the kernels that choose they are nine, without MLX's sorts, which have further launches for many blocks.
     """
     shapes = (1, 4, 1, 16), (1, 2, 400, 16), (1, 4, 16), (100, 16)
     q, keys, queries, blocks = (zeros(shape, mx.float32) for shape in shapes)
@@ -294,5 +294,5 @@ def test_the_attention_to_chosen_blocks() -> None:
         kernels = kernels_of([sparse_attention(reads)])
         own = kernels_of([sparse_attention(reads._replace(language=MetalKernel))])
     assert kernels.total() <= 11, kernels
-    assert own.total() == kernels.total() - 1 and not any("Sort" in name for name in own), own
+    assert own.total() <= 9 and not any("Sort" in name for name in own), own
     assert kernels["Gather"] == 2

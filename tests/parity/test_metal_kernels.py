@@ -168,3 +168,9 @@ def test_experts_and_streams_equal_the_operations(dtype: mx.Dtype, rows: int) ->
 def test_the_choice_of_blocks_equals_two_sorts(columns: int, count: int) -> None:
     """Equal ranks keep their order, also where a thread reads many of them."""
     row_kernels.check_choice(MetalKernel, columns, count)
+
+
+@pytest.mark.parametrize(("weighted", "rejected"), [(False, None), (True, None), (True, 0), (False, 2)])
+def test_queries_read_the_tokens_of_chosen_blocks(weighted: bool, rejected: int | None) -> None:
+    """They are those that MLX's operations choose."""
+    row_kernels.check_reads(MetalKernel, weighted=weighted, rejected=rejected)

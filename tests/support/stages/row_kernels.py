@@ -15,8 +15,10 @@ from mtp.glm_flash.modules import DecoderLayer, DeltaAttention
 from mtp.glm_flash.streams import HyperConnection
 from mtp.layers.block_choice import lowest
 from mtp.layers.experts import FusedExperts, Routing, RowExperts, fuse_experts, has_row_kernels
+from mtp.layers.layer import Hole
 from mtp.layers.reference.gdn import GatedDelta
 from mtp.layers.source_kernel import SourceKernel
+from mtp.layers.sparse_attention import IndexerArgs, SparseReads
 from mtp.layers.stream_rows import add_and_norm
 from tests.unit.mtp.test_experts import block_of
 
@@ -97,6 +99,28 @@ def check_choice(language: type[SourceKernel], columns: int, count: int) -> None
     ranks = mx.concatenate([random, halves, -halves, late, zeros, mx.full((1, columns), mx.inf)])
     expected = lowest(None, ranks, count)
     assert lowest(language, ranks, count).tolist() == expected.tolist()
+
+
+def check_reads(language: type[SourceKernel], *, weighted: bool, rejected: int | None) -> None:
+    """Check that queries read the tokens that MLX's operations choose, with or without rejected rows before one.
+
+    Small integers have exact products, and many scores are equal.
+    """
+    tokens, rows = 299, 1 if rejected is not None else 3
+    mx.random.seed(tokens)
+    blocks, queries, weights = (
+        mx.random.randint(-2, 3, shape).astype(mx.float32) for shape in ((74, 8), (rows, 4, 8), (rows, 4))
+    )
+    hole = None if rejected is None else Hole(tokens - 2, mx.array([rejected]), 3)
+    keys = mx.zeros((1, 1, tokens, 8))
+    args, used = IndexerArgs(4, 8, 64, 4), weights if weighted else None
+    # In the middle of the text a query sees fewer blocks than it reads.
+    for offset in (tokens - rows, 38) if hole is None else (tokens - 1,):
+        reads = SparseReads(keys, keys, keys, queries, blocks, offset, args, 1.0, used, hole)
+        own = slice(0, rows)
+        (found, sees), (expected, seen) = (reads._replace(language=one).tokens(own) for one in (language, None))
+        assert sees.tolist() == seen.tolist() and mx.all(found < tokens).item()
+        assert mx.where(sees, found, 0).tolist() == mx.where(seen, expected, 0).tolist()
 
 
 DELTA_HIDDEN = 512
