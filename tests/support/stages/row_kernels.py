@@ -114,8 +114,8 @@ def check_reads(language: type[SourceKernel], *, weighted: bool, rejected: int |
     hole = None if rejected is None else Hole(tokens - 2, mx.array([rejected]), 3)
     keys = mx.zeros((1, 1, tokens, 8))
     args, used = IndexerArgs(4, 8, 64, 4), weights if weighted else None
-    # In the middle of the text a query sees fewer blocks than it reads.
-    for offset in (tokens - rows, 38) if hole is None else (tokens - 1,):
+    # In the middle of the text a query sees few blocks, or fewer than it reads.
+    for offset in (tokens - rows, 38, 101, 150, 201) if hole is None else (tokens - 1,):
         reads = SparseReads(keys, keys, keys, queries, blocks, offset, args, 1.0, used, hole)
         own = slice(0, rows)
         (found, sees), (expected, seen) = (reads._replace(language=one).tokens(own) for one in (language, None))
