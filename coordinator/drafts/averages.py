@@ -151,12 +151,14 @@ class StepCost:
     """The cost of a micro-batch step, in seconds.
 
     `seconds` pass until its sequences have its tokens. `interval` is the time since the window before a speculative one
-    returned, and 0 of other windows. `stages` are the stages' own times.
+    returned, and 0 of other windows. `stages` are the stages' own times. A step `ahead` was sent while the one before
+    it was in flight, which hides the time to build it. Plain decoding in use consists of such steps.
     """
 
     seconds: float
     interval: float = 0.0
     stages: tuple[float, ...] = ()
+    ahead: bool = False
 
 
 SAMPLES = 7
@@ -201,6 +203,8 @@ class StepCosts:
         self._intervals: dict[Shape, deque[float]] = {}
         self._steps = 0
         self._stages = 1
+        self.ahead = False
+        """Whether a step of plain decoding ran ahead. From then on only such steps show its cost."""
         self._measured: dict[tuple[float, int], float] = {}
 
     def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
@@ -216,6 +220,11 @@ class StepCosts:
             while len(samples.seconds) > 1:
                 samples.seconds.popleft()
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
+        if key == (1, 0) and cost.ahead != self.ahead:
+            if self.ahead:
+                return
+            self.ahead = True
+            samples.seconds.clear()
         if self._stages > 1:
             samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
         samples.seconds.append(cost.seconds)

@@ -229,10 +229,10 @@ class Choice:
         steps = self._step - self._trial_began
         if self._trial is None:
             waits = self._step % EVALUATION_STEPS > 0
-        elif self.costs.is_measured(shape):
+        elif self.costs.is_measured(shape) and (shape.ahead or self.costs.ahead):
             waits = steps < MEASURED_SAMPLES
         else:
-            waits = steps < LONGEST_TRIAL
+            waits = steps < LONGEST_TRIAL or (not shape.ahead and not self.costs.is_measured(shape))
         if not waits:
             self._compare()
         return self._trial or self.current
