@@ -199,12 +199,11 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[float, int], _Samples] = {}
+        self._samples: dict[tuple[float, int, bool], _Samples] = {}
+        """By width, drafts, and whether the steps ran ahead."""
         self._intervals: dict[Shape, deque[float]] = {}
         self._steps = 0
         self._stages = 1
-        self.ahead = False
-        """Whether a step of plain decoding ran ahead. From then on only such steps show its cost."""
         self._measured: dict[tuple[float, int], float] = {}
 
     def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
@@ -215,26 +214,21 @@ class StepCosts:
         self._steps += 1
         nearly = drafts == shape.depth and NARROWEST_STEP * shape.width <= width <= shape.width
         key = shape.width if nearly else math.ceil(4 * width) / 4, drafts
-        samples = self._samples.setdefault(key, _Samples())
+        samples = self._samples.setdefault((*key, cost.ahead), _Samples())
         if self._steps - samples.newest > OLD_STEPS:
             while len(samples.seconds) > 1:
                 samples.seconds.popleft()
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
-        if key == (1, 0) and cost.ahead != self.ahead:
-            if self.ahead:
-                return
-            self.ahead = True
-            samples.seconds.clear()
         if self._stages > 1:
             samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
         samples.seconds.append(cost.seconds)
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
-            key: median(known.seconds)
-            for key, known in self._samples.items()
+            key[:2]: median(known.seconds)
+            for key, known in sorted(self._samples.items(), key=lambda item: item[0])  # the steps that ran ahead count
             if len(known.seconds) >= MEASURED_SAMPLES
-            and (key == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
+            and (key[:2] == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
         }
 
     def is_measured(self, shape: Shape) -> bool:
@@ -243,8 +237,14 @@ class StepCosts:
 
     def steps_since(self, shape: Shape) -> int:
         """Return the steps since `shape` was last used."""
-        samples = self._samples.get((shape.width, shape.depth))
-        return self._steps - (samples.newest if samples else 0)
+        kinds = (self._samples.get((shape.width, shape.depth, ahead)) for ahead in (False, True))
+        return self._steps - max((samples.newest for samples in kinds if samples), default=0)
+
+    @property
+    def ran_ahead(self) -> bool:
+        """Return whether plain decoding was measured while it ran ahead."""
+        samples = self._samples.get((1, 0, True))
+        return samples is not None and len(samples.seconds) >= MEASURED_SAMPLES
 
     @property
     def widest(self) -> float:
@@ -282,7 +282,7 @@ class StepCosts:
         """
         gaps = [
             (drafts, median(known.gaps))
-            for (_, drafts), known in self._samples.items()
+            for (_, drafts, _), known in self._samples.items()
             if len(known.gaps) >= MEASURED_SAMPLES
         ]
         first, last = min(gaps, default=(0, 0.0)), max(gaps, default=(0, 0.0))

@@ -96,10 +96,10 @@ class Controller:
         return self._choice(sequences, fill).next_shape()
 
     def shape_in_use(self, sequences: int, fill: int) -> Shape:
-        """Return the shape that steps of `sequences` have outside of trials."""
+        """Return the shape of the newest steps of `sequences`."""
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
-        return self._choice(sequences, fill).current
+        return self._choice(sequences, fill).in_use
 
     def own_shape(self, drafts: int | None) -> Shape | None:
         """Return the shape for a request with its own number of `drafts`, None without. With `off` no head is there."""
@@ -185,6 +185,10 @@ GAIN = 1.02
 LONGEST_TRIAL = 12
 """Steps. Maximum length of a trial, for example if requests are too short to measure a shape."""
 
+FIRST_TRIAL = 32
+"""Steps. Maximum length of the first trial, of plain decoding. It does not run ahead while prompts arrive, and then
+takes up to twice as long."""
+
 EVALUATION_STEPS = 4
 """Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
 
@@ -218,9 +222,14 @@ class Choice:
         self._trial: Shape | None = self.current
         self._trial_began = 0
 
+    @property
+    def in_use(self) -> Shape:
+        """The shape of a step: that of the trial, if there is one."""
+        return self._trial or self.current
+
     def next_shape(self) -> Shape:
         """Return the shape of the next window."""
-        shape = self._trial or self.current
+        shape = self.in_use
         if shape.fill > 1:  # a pass through all stages counts as one step
             self._returned += 1
             if self._returned % shape.fill:
@@ -229,13 +238,15 @@ class Choice:
         steps = self._step - self._trial_began
         if self._trial is None:
             waits = self._step % EVALUATION_STEPS > 0
-        elif self.costs.is_measured(shape) and (shape.ahead or self.costs.ahead):
+        elif not self._trial_began and not self.costs.ran_ahead:
+            waits = steps < FIRST_TRIAL
+        elif self.costs.is_measured(shape):
             waits = steps < MEASURED_SAMPLES
         else:
-            waits = steps < LONGEST_TRIAL or (not shape.ahead and not self.costs.is_measured(shape))
+            waits = steps < LONGEST_TRIAL
         if not waits:
             self._compare()
-        return self._trial or self.current
+        return self.in_use
 
     def _compare(self) -> None:
         """End the trial, and begin one of the fastest shape, or of a probe that is due."""

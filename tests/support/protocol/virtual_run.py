@@ -132,7 +132,7 @@ class Machines:
         for stage in range(costs.stages):
             last = stage == costs.stages - 1
             took = costs.milliseconds(windows, drafts, prompt, last=last) / 1000
-            if not stage and not self.frames:
+            if not stage and not any(s.continues for s in frame.segments):
                 took += costs.built * max(0, len(frame.segments) - 1) / 1000
             if not frame.segments or (skipped and last):
                 took, compiling = 1e-5, 0.0
