@@ -193,12 +193,14 @@ class _Samples:
 
 
 class StepCosts:
-    """The seconds of a step of some sequences, by the tokens that it verifies and the drafts that it requests.
+    """The seconds of a step of `sequences`, by the tokens that it verifies and the drafts that it requests.
 
-    Both count for one sequence. Windows of a step may differ in width, and then their mean counts.
+    Both count for one sequence. Windows of a step may differ in width, and then their mean counts. A step of fewer
+    sequences counts with the seconds of the rows that it lacks. Otherwise a shape would look fast because answers ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
         self._samples: dict[tuple[float, int, bool], _Samples] = {}
         """By width, drafts, and whether the steps ran ahead."""
         self._intervals: dict[Shape, deque[float]] = {}
@@ -206,8 +208,8 @@ class StepCosts:
         self._stages = 1
         self._measured: dict[tuple[float, int], float] = {}
 
-    def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
-        """Record a step. Its interval is one of windows of `shape`.
+    def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape, lacking: int = 0) -> None:
+        """Record a step, in which `lacking` of the sequences had no window. Its interval is one of windows of `shape`.
 
         The windows of new or ending texts are narrower. A step in which they are few counts as one of `shape`.
         """
@@ -221,7 +223,7 @@ class StepCosts:
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
         if self._stages > 1:
             samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
-        samples.seconds.append(cost.seconds)
+        samples.seconds.append(cost.seconds + lacking * width * self._row_seconds())
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
@@ -230,6 +232,14 @@ class StepCosts:
             if len(known.seconds) >= MEASURED_SAMPLES
             and (key[:2] == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
         }
+
+    def _row_seconds(self) -> float:
+        """Return the seconds of a row: those between the narrowest and the widest measured windows, by their rows."""
+        (low, first), (high, last) = min(self._measured, default=(1, 0)), max(self._measured, default=(1, 0))
+        if low == high:
+            return 0.0
+        more = self._measured[high, last] - self._measured[low, first]
+        return max(0.0, more) / ((high - low) * self.sequences)
 
     def is_measured(self, shape: Shape) -> bool:
         """Return whether the cost of `shape` is measured, and not forgotten. That of plain decoding never is."""

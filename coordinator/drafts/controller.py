@@ -142,7 +142,8 @@ class Controller:
         searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
         if searched or self.ngram is NgramMode.auto:
             width = rows / sequences
-            self._choice(sequences, fill).costs.record_step(width, drafts, cost, shape)
+            costs = self._choice(sequences, fill).costs
+            costs.record_step(width, drafts, cost, shape, costs.sequences - sequences)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
@@ -154,7 +155,7 @@ class Controller:
             shapes = shapes_to_compare(fill, None if self.mode.filled else self.max_depth)
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
-            self._choices[key] = Choice(self.acceptance, shapes)
+            self._choices[key] = Choice(self.acceptance, shapes, 1 << key[0])
         return self._choices[key]
 
 
@@ -203,17 +204,17 @@ PROBED_WINDOWS = 2.0
 
 
 class Choice:
-    """The choice between `shapes` for steps of one number of sequences.
+    """The choice between `shapes` for steps of up to `sequences`, and of more than half as many.
 
     The shape with the highest expected speed is in use. Another one that should be faster has a trial of some steps,
     and comes into use if the measured cost confirms it. Now and then a probe is the trial of plain decoding, or of one
     draft more than in use. It shows costs and acceptance that have changed meanwhile.
     """
 
-    def __init__(self, acceptance: Acceptance, shapes: Sequence[Shape]) -> None:
+    def __init__(self, acceptance: Acceptance, shapes: Sequence[Shape], sequences: int) -> None:
         self.acceptance = acceptance
         self.shapes = tuple(shapes)
-        self.costs = StepCosts()
+        self.costs = StepCosts(sequences)
         self.current = self.shapes[0]
         """The shape in use."""
         self._deepest = max(shape.depth for shape in self.shapes)
