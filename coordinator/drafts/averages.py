@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ class StepCost:
 
     `seconds` pass until its sequences have its tokens. `interval` is the time since the window before a speculative one
     returned, and 0 of other windows. `stages` are the stages' own times. A step `ahead` was sent while the one before
-    it was in flight, which hides the time to build it. Plain decoding in use consists of such steps.
+    it was in flight, which hides the time to build it. Steps of plain decoding do so, unless prompts arrive.
     """
 
     seconds: float
@@ -228,7 +229,7 @@ class StepCosts:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
             key[:2]: median(known.seconds)
-            for key, known in sorted(self._samples.items(), key=lambda item: item[0])  # the steps that ran ahead count
+            for key, known in sorted(self._samples.items(), key=itemgetter(0))  # steps ahead come last, and count
             if len(known.seconds) >= MEASURED_SAMPLES
             and (key[:2] == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
         }

@@ -96,7 +96,7 @@ class Controller:
         return self._choice(sequences, fill).next_shape()
 
     def shape_in_use(self, sequences: int, fill: int) -> Shape:
-        """Return the shape of the newest steps of `sequences`."""
+        """Return the shape that steps of `sequences` have now. It may be that of a trial."""
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
         return self._choice(sequences, fill).in_use
@@ -187,8 +187,8 @@ LONGEST_TRIAL = 12
 """Steps. Maximum length of a trial, for example if requests are too short to measure a shape."""
 
 FIRST_TRIAL = 32
-"""Steps. Maximum length of the first trial, of plain decoding. It does not run ahead while prompts arrive, and then
-takes up to twice as long."""
+"""Steps. Maximum length of the first trial, which is that of plain decoding. It ends once enough steps ran ahead. They
+do not while prompts arrive, and then take up to twice as long."""
 
 EVALUATION_STEPS = 4
 """Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
@@ -204,7 +204,7 @@ PROBED_WINDOWS = 2.0
 
 
 class Choice:
-    """The choice between `shapes` for steps of up to `sequences`, and of more than half as many.
+    """The choice between `shapes` for steps of at most `sequences` and of more than half of them.
 
     The shape with the highest expected speed is in use. Another one that should be faster has a trial of some steps,
     and comes into use if the measured cost confirms it. Now and then a probe is the trial of plain decoding, or of one
@@ -239,7 +239,7 @@ class Choice:
         steps = self._step - self._trial_began
         if self._trial is None:
             waits = self._step % EVALUATION_STEPS > 0
-        elif not self._trial_began and not self.costs.ran_ahead:
+        elif not (self._trial_began or shape.ahead or self.costs.ran_ahead):
             waits = steps < FIRST_TRIAL
         elif self.costs.is_measured(shape):
             waits = steps < MEASURED_SAMPLES
