@@ -156,6 +156,10 @@ class Controller:
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
             self._choices[key] = Choice(self.acceptance, shapes, 1 << key[0])
+            for beside in (key[0] - 1, fill), (key[0] + 1, fill):
+                if (other := self._choices.get(beside)) is not None:
+                    other.beside.append(self._choices[key].costs)
+                    self._choices[key].beside.append(other.costs)
         return self._choices[key]
 
 
@@ -215,6 +219,8 @@ class Choice:
         self.acceptance = acceptance
         self.shapes = tuple(shapes)
         self.costs = StepCosts(sequences)
+        self.beside: list[StepCosts] = []
+        """The costs for half and twice as many sequences."""
         self.current = self.shapes[0]
         """The shape in use."""
         self._deepest = max(shape.depth for shape in self.shapes)
@@ -327,4 +333,10 @@ class Choice:
         return tokens / (seconds + (windows - 1) * self.costs.interval(shape))
 
     def _seconds(self, shape: Shape) -> float:
-        return self.costs.seconds(shape.width, shape.depth)
+        """Return the seconds of a step. If only plain steps are measured, the others follow from the costs `beside`."""
+        seconds = self.costs.seconds(shape.width, shape.depth)
+        if shape.width == 1 or self.costs.widest > 1:
+            return seconds
+        known = [costs for costs in self.beside if costs.is_measured(shape) and costs.is_measured(self.shapes[0])]
+        ratios = (costs.seconds(shape.width, shape.depth) / costs.seconds(1, 0) for costs in known)
+        return seconds * min(ratios, default=1.0)
