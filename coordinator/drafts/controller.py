@@ -197,6 +197,9 @@ do not while prompts arrive, and then take up to twice as long."""
 EVALUATION_STEPS = 4
 """Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
 
+BESIDE = 1.25
+"""Ratio. How much less a shape may cost, relative to plain decoding, than with half or twice as many sequences."""
+
 PROBE_INTERVAL = 128
 """Steps out of use after which a shape may be probed."""
 
@@ -339,4 +342,4 @@ class Choice:
             return seconds
         known = [costs for costs in self.beside if costs.is_measured(shape) and costs.is_measured(self.shapes[0])]
         ratios = (costs.seconds(shape.width, shape.depth) / costs.seconds(1, 0) for costs in known)
-        return seconds * min(ratios, default=1.0)
+        return seconds * max(1.0, min(ratios, default=1.0) / BESIDE)
