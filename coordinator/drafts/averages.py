@@ -224,7 +224,9 @@ class StepCosts:
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
         if self._stages > 1:
             samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
-        samples.seconds.append(cost.seconds + lacking * width * self._row_seconds())
+        # A further row never costs more than the mean row of the step.
+        row = min(self._row_seconds(), cost.seconds / (width * (self.sequences - lacking)))
+        samples.seconds.append(cost.seconds + lacking * width * row)
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
