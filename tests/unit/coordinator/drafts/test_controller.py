@@ -256,7 +256,7 @@ def test_plain_steps_beside_prompts_do_not_show_the_cost_of_plain_decoding() -> 
 
 
 def test_a_step_of_fewer_sequences_counts_with_the_rows_that_it_lacks() -> None:
-    """Nine to sixteen sequences share costs. A shape is not cheaper because it was timed when some answers had ended."""
+    """A shape that was timed while ten of sixteen answers were left has the cost for sixteen."""
     costs = StepCosts(16)
     for sequences, width in ((16, 1),) * 3 + ((16, 2),) * 3 + ((10, 4),) * 3:
         seconds = 1 + 0.1 * sequences * width
