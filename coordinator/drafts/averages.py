@@ -197,7 +197,7 @@ class StepCosts:
     """The seconds of a step of `sequences`, by the tokens that it verifies and the drafts that it requests.
 
     Both count for one sequence. Windows of a step may differ in width, and then their mean counts. A step of fewer
-    sequences counts with the seconds of the rows that it lacks. Otherwise answers that end would make a shape look fast.
+    sequences counts with the seconds of the rows that it lacks. Otherwise ended answers would make a shape look fast.
     """
 
     def __init__(self, sequences: int = 1) -> None:

@@ -18,9 +18,9 @@ class Costs:
     A step takes `rows` (points of all its rows and their time), `sequence` for each sequence after the first, and
     `draft` for each draft of its longest chain, with `drawn` for each sequence after the first. `context` is added for
     each 1,000 tokens that a window reads, and `context_row` for each of its further rows. `host` passes between two
-    steps unless frames overlap. The first stage takes `built` for each sequence after the first to build a frame, unless
-    it continues one in flight. A token of a prompt takes `token`. Each of `stages` takes its share, and the last one the
-    drafts. Between two stages pass `hop`.
+    steps unless frames overlap. A frame that continues none in flight takes `built` longer for each sequence after the
+    first. A token of a prompt takes `token`. Each of `stages` takes its share, and the last one the drafts. Between two
+    stages pass `hop`.
     """
 
     rows: tuple[tuple[int, float], ...]
