@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -151,12 +152,14 @@ class StepCost:
     """The cost of a micro-batch step, in seconds.
 
     `seconds` pass until its sequences have its tokens. `interval` is the time since the window before a speculative one
-    returned, and 0 of other windows. `stages` are the stages' own times.
+    returned, and 0 of other windows. `stages` are the stages' own times. A step `ahead` was sent while the one before
+    it was in flight, which hides the time to build it. Steps of plain decoding do so, unless prompts arrive.
     """
 
     seconds: float
     interval: float = 0.0
     stages: tuple[float, ...] = ()
+    ahead: bool = False
 
 
 SAMPLES = 7
@@ -191,42 +194,55 @@ class _Samples:
 
 
 class StepCosts:
-    """The seconds of a step of some sequences, by the tokens that it verifies and the drafts that it requests.
+    """The seconds of a step of `sequences`, by the tokens that it verifies and the drafts that it requests.
 
-    Both count for one sequence. Windows of a step may differ in width, and then their mean counts.
+    Both count for one sequence. Windows of a step may differ in width, and then their mean counts. A step of fewer
+    sequences counts with the seconds of the rows that it lacks. Otherwise ended answers would make a shape look fast.
     """
 
-    def __init__(self) -> None:
-        self._samples: dict[tuple[float, int], _Samples] = {}
+    def __init__(self, sequences: int = 1) -> None:
+        self.sequences = sequences
+        self._samples: dict[tuple[float, int, bool], _Samples] = {}
+        """By width, drafts, and whether the steps ran ahead."""
         self._intervals: dict[Shape, deque[float]] = {}
         self._steps = 0
         self._stages = 1
         self._measured: dict[tuple[float, int], float] = {}
 
-    def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape) -> None:
-        """Record a step. Its interval is one of windows of `shape`.
+    def record_step(self, width: float, drafts: int, cost: StepCost, shape: Shape, lacking: int = 0) -> None:
+        """Record a step, in which `lacking` of the sequences had no window. Its interval is one of windows of `shape`.
 
         The windows of new or ending texts are narrower. A step in which they are few counts as one of `shape`.
         """
         self._steps += 1
         nearly = drafts == shape.depth and NARROWEST_STEP * shape.width <= width <= shape.width
         key = shape.width if nearly else math.ceil(4 * width) / 4, drafts
-        samples = self._samples.setdefault(key, _Samples())
+        samples = self._samples.setdefault((*key, cost.ahead), _Samples())
         if self._steps - samples.newest > OLD_STEPS:
             while len(samples.seconds) > 1:
                 samples.seconds.popleft()
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
         if self._stages > 1:
             samples.gaps.append(cost.stages[-1] - max(cost.stages[:-1]))
-        samples.seconds.append(cost.seconds)
+        # A further row never costs more than the mean row of the step.
+        row = min(self._row_seconds(), cost.seconds / (width * (self.sequences - lacking)))
+        samples.seconds.append(cost.seconds + lacking * width * row)
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
-            key: median(known.seconds)
-            for key, known in self._samples.items()
+            key[:2]: median(known.seconds)
+            for key, known in sorted(self._samples.items(), key=itemgetter(0))  # steps ahead come last, and count
             if len(known.seconds) >= MEASURED_SAMPLES
-            and (key == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
+            and (key[:2] == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
         }
+
+    def _row_seconds(self) -> float:
+        """Return the seconds of a row: those between the narrowest and the widest measured windows, by their rows."""
+        (low, first), (high, last) = min(self._measured, default=(1, 0)), max(self._measured, default=(1, 0))
+        if low == high:
+            return 0.0
+        more = self._measured[high, last] - self._measured[low, first]
+        return max(0.0, more) / ((high - low) * self.sequences)
 
     def is_measured(self, shape: Shape) -> bool:
         """Return whether the cost of `shape` is measured, and not forgotten. That of plain decoding never is."""
@@ -234,8 +250,14 @@ class StepCosts:
 
     def steps_since(self, shape: Shape) -> int:
         """Return the steps since `shape` was last used."""
-        samples = self._samples.get((shape.width, shape.depth))
-        return self._steps - (samples.newest if samples else 0)
+        kinds = (self._samples.get((shape.width, shape.depth, ahead)) for ahead in (False, True))
+        return self._steps - max((samples.newest for samples in kinds if samples), default=0)
+
+    @property
+    def ran_ahead(self) -> bool:
+        """Return whether plain decoding was measured while it ran ahead."""
+        samples = self._samples.get((1, 0, True))
+        return samples is not None and len(samples.seconds) >= MEASURED_SAMPLES
 
     @property
     def widest(self) -> float:
@@ -273,7 +295,7 @@ class StepCosts:
         """
         gaps = [
             (drafts, median(known.gaps))
-            for (_, drafts), known in self._samples.items()
+            for (_, drafts, _), known in self._samples.items()
             if len(known.gaps) >= MEASURED_SAMPLES
         ]
         first, last = min(gaps, default=(0, 0.0)), max(gaps, default=(0, 0.0))

@@ -96,10 +96,10 @@ class Controller:
         return self._choice(sequences, fill).next_shape()
 
     def shape_in_use(self, sequences: int, fill: int) -> Shape:
-        """Return the shape that steps of `sequences` have outside of trials."""
+        """Return the shape that steps of `sequences` have now. It may be that of a trial."""
         if self.mode.depth is not None:
             return Shape(self.mode.depth + 1)
-        return self._choice(sequences, fill).current
+        return self._choice(sequences, fill).in_use
 
     def own_shape(self, drafts: int | None) -> Shape | None:
         """Return the shape for a request with its own number of `drafts`, None without. With `off` no head is there."""
@@ -142,7 +142,8 @@ class Controller:
         searched = self.mode.depth is None and (fill > 1 or not self.mode.filled)
         if searched or self.ngram is NgramMode.auto:
             width = rows / sequences
-            self._choice(sequences, fill).costs.record_step(width, drafts, cost, shape)
+            costs = self._choice(sequences, fill).costs
+            costs.record_step(width, drafts, cost, shape, costs.sequences - sequences)
 
     def forget_costs(self) -> None:
         """Forget all costs, because other machines or other cuts serve from now on. Keep the acceptance."""
@@ -154,7 +155,11 @@ class Controller:
             shapes = shapes_to_compare(fill, None if self.mode.filled else self.max_depth)
             if self.mode.depth is not None:
                 shapes = [Shape(self.mode.depth + 1)]
-            self._choices[key] = Choice(self.acceptance, shapes)
+            self._choices[key] = Choice(self.acceptance, shapes, 1 << key[0])
+            for beside in (key[0] - 1, fill), (key[0] + 1, fill):
+                if (other := self._choices.get(beside)) is not None:
+                    other.beside.append(self._choices[key].costs)
+                    self._choices[key].beside.append(other.costs)
         return self._choices[key]
 
 
@@ -185,8 +190,15 @@ GAIN = 1.02
 LONGEST_TRIAL = 12
 """Steps. Maximum length of a trial, for example if requests are too short to measure a shape."""
 
+FIRST_TRIAL = 32
+"""Steps. Maximum length of the first trial, which is that of plain decoding. It ends once enough steps ran ahead. They
+do not while prompts arrive, and then take up to twice as long."""
+
 EVALUATION_STEPS = 4
 """Steps between two comparisons of all shapes. One of 30 shapes takes about 0.2 ms."""
+
+BESIDE = 1.25
+"""Ratio. How much less a shape may cost, relative to plain decoding, than with half or twice as many sequences."""
 
 PROBE_INTERVAL = 128
 """Steps out of use after which a shape may be probed."""
@@ -199,17 +211,19 @@ PROBED_WINDOWS = 2.0
 
 
 class Choice:
-    """The choice between `shapes` for steps of one number of sequences.
+    """The choice between `shapes` for steps of at most `sequences` and of more than half of them.
 
     The shape with the highest expected speed is in use. Another one that should be faster has a trial of some steps,
     and comes into use if the measured cost confirms it. Now and then a probe is the trial of plain decoding, or of one
     draft more than in use. It shows costs and acceptance that have changed meanwhile.
     """
 
-    def __init__(self, acceptance: Acceptance, shapes: Sequence[Shape]) -> None:
+    def __init__(self, acceptance: Acceptance, shapes: Sequence[Shape], sequences: int) -> None:
         self.acceptance = acceptance
         self.shapes = tuple(shapes)
-        self.costs = StepCosts()
+        self.costs = StepCosts(sequences)
+        self.beside: list[StepCosts] = []
+        """The costs for half and twice as many sequences."""
         self.current = self.shapes[0]
         """The shape in use."""
         self._deepest = max(shape.depth for shape in self.shapes)
@@ -218,9 +232,14 @@ class Choice:
         self._trial: Shape | None = self.current
         self._trial_began = 0
 
+    @property
+    def in_use(self) -> Shape:
+        """The shape of a step: that of the trial, if there is one."""
+        return self._trial or self.current
+
     def next_shape(self) -> Shape:
         """Return the shape of the next window."""
-        shape = self._trial or self.current
+        shape = self.in_use
         if shape.fill > 1:  # a pass through all stages counts as one step
             self._returned += 1
             if self._returned % shape.fill:
@@ -229,13 +248,15 @@ class Choice:
         steps = self._step - self._trial_began
         if self._trial is None:
             waits = self._step % EVALUATION_STEPS > 0
+        elif not (self._trial_began or shape.ahead or self.costs.ran_ahead):
+            waits = steps < FIRST_TRIAL
         elif self.costs.is_measured(shape):
             waits = steps < MEASURED_SAMPLES
         else:
             waits = steps < LONGEST_TRIAL
         if not waits:
             self._compare()
-        return self._trial or self.current
+        return self.in_use
 
     def _compare(self) -> None:
         """End the trial, and begin one of the fastest shape, or of a probe that is due."""
@@ -315,4 +336,10 @@ class Choice:
         return tokens / (seconds + (windows - 1) * self.costs.interval(shape))
 
     def _seconds(self, shape: Shape) -> float:
-        return self.costs.seconds(shape.width, shape.depth)
+        """Return the seconds of a step. If only plain steps are measured, the others follow from the costs `beside`."""
+        seconds = self.costs.seconds(shape.width, shape.depth)
+        if shape.width == 1 or self.costs.widest > 1:
+            return seconds
+        known = [costs for costs in self.beside if costs.is_measured(shape) and costs.is_measured(self.shapes[0])]
+        ratios = (costs.seconds(shape.width, shape.depth) / costs.seconds(1, 0) for costs in known)
+        return seconds * max(1.0, min(ratios, default=1.0) / BESIDE)

@@ -158,7 +158,9 @@ class StepTimer:
         stages = tuple(us / 1e6 for us in frame.stage_us)
         interval = now - before.returned_at
         if record.continues:
-            return StepCost(interval, stages=stages)
+            if before.frame != record.follows:
+                return None  # a new sequence waited for that frame, too
+            return StepCost(interval, stages=stages, ahead=True)
         if full:
             return StepCost(modelled_cycle + median(self._cycle_overheads or [0.0]), stages=stages)
         seconds = modelled_pass + median(self._pass_overheads or [0.0])

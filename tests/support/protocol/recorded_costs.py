@@ -18,8 +18,9 @@ class Costs:
     A step takes `rows` (points of all its rows and their time), `sequence` for each sequence after the first, and
     `draft` for each draft of its longest chain, with `drawn` for each sequence after the first. `context` is added for
     each 1,000 tokens that a window reads, and `context_row` for each of its further rows. `host` passes between two
-    steps unless frames overlap. A token of a prompt takes `token`. Each of `stages` takes its share, and the last one
-    the drafts. Between two stages pass `hop`.
+    steps unless frames overlap. A frame that continues none in flight takes `built` longer for each sequence after the
+    first. A token of a prompt takes `token`. Each of `stages` takes its share, and the last one the drafts. Between two
+    stages pass `hop`.
     """
 
     rows: tuple[tuple[int, float], ...]
@@ -29,6 +30,7 @@ class Costs:
     context: float = 0.0
     context_row: float = 0.0
     host: float = 1.0
+    built: float = 0.0
     token: float = 0.3
     stages: int = 1
     hop: float = 0.6
@@ -85,6 +87,9 @@ COSTS: dict[str, Costs] = {
     "GLM, H200": Costs(_linear(8.4, 0.6), 1.5, 0.77, 4.1, context=0.12, context_row=0.06),
     "GLM, two H200s": Costs(_linear(8.4, 0.6), 1.5, 0.77, 4.1, context=0.12, context_row=0.06, stages=2),
     "GLM, group of two H200s": Costs(_linear(8.4, 0.5), 1.6, 0.6, 4.1, context=0.06, context_row=0.03),
+    "GLM that drafts on the device, H200": Costs(
+        ((1, 8.3), (8, 15.2), (16, 20.0), (32, 31.0), (33, 55.0), (64, 100.0)), 0.3, drawn=0.1, built=1.6, token=0.3
+    ),
     "27B, M4 Pro": Costs(M4_PRO_ROWS, 3.3, 0.6, 0.3, context=0.35, context_row=0.1, token=5.4),
     "27B, two M4 Pros": Costs(M4_PRO_ROWS, 3.3, 0.6, 0.3, context=0.35, context_row=0.1, token=5.4, stages=2),
     "27B, group of two M4 Pros": Costs(
@@ -114,5 +119,7 @@ MEASURED: dict[tuple[str, int], float] = {
     ("Flash-Next, H200", 8): 157,
     ("GLM, H200", 1): 111,
     ("GLM, H200", 8): 434,
+    ("GLM that drafts on the device, H200", 1): 108,
+    ("GLM that drafts on the device, H200", 8): 495,
 }
 """Tokens per second of plain decoding by machine and streams (docs/measurements.md). All other costs are derived."""

@@ -39,6 +39,8 @@ class Load:
     """Tokens before the prompt."""
     growth: int = 1
     """Tokens by which the context grows with each token, so that few tokens reach a long context."""
+    gap: float | None = None
+    """Seconds between two clients, if they ask together again when the answers of all have ended."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Machines:
         for stage in range(costs.stages):
             last = stage == costs.stages - 1
             took = costs.milliseconds(windows, drafts, prompt, last=last) / 1000
+            if not stage and not any(s.continues for s in frame.segments):
+                took += costs.built * max(0, len(frame.segments) - 1) / 1000
             if not frame.segments or (skipped and last):
                 took, compiling = 1e-5, 0.0
             self._free[stage] = moment = max(moment, self._free[stage]) + took
@@ -174,8 +178,17 @@ def run(controller: Controller, costs: Costs, load: Load, noise: Noise, seed: in
     scheduler = Scheduler(Limits(context=2**20), controller)
     scheduler.reset(costs.stages, 0, ROOM, 0.0)
     now, late, asked, busy, found = 0.0, 0.0, 0, 0, Run()
+    waiting = deque[float]()
     while found.tokens < load.total:
-        while busy < load.streams(found.tokens / load.total):
+        clients = load.streams(found.tokens / load.total)
+        if load.gap is None:
+            waiting.extend([now] * (clients - busy))
+        elif not busy and not waiting:
+            waiting.extend(now + number * load.gap for number in range(clients))
+        if waiting and not machines.frames and not busy:
+            now = max(now, waiting[0])
+        while waiting and waiting[0] <= now:
+            waiting.popleft()
             request = GenerationRequest(PROMPT, load.tokens, SamplingParams(seed=asked))
             texts.seeds[scheduler.submit(request, now + late).seq_id] = asked
             asked, busy = asked + 1, busy + 1

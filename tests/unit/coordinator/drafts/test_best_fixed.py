@@ -148,7 +148,7 @@ def rate(
         cost = seconds_of(rows, drafts, streams)
         spent += cost
         measured = cost * math.exp(rng.gauss(0, scatter)) * (3 if rng.random() < hiccups else 1)
-        controller.record_step_cost(streams, 1, rows, drafts, shapes[0], StepCost(measured))
+        controller.record_step_cost(streams, 1, rows, drafts, shapes[0], StepCost(measured, ahead=rows == streams))
     return yielded / spent
 
 

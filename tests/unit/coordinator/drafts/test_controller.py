@@ -94,7 +94,8 @@ def simulate(
         cost = costs[width - 1] + DRAFT_COST * (depth - (width - 1))
         noise = math.exp(rng.gauss(0, 0.05)) * (3 if rng.random() < hiccups else 1)
         seconds = cost * noise * slowdown(done)
-        controller.record_step_cost(1, 1, width, depth, Shape(width), StepCost(seconds))
+        ahead = depth == width - 1 == 0
+        controller.record_step_cost(1, 1, width, depth, Shape(width), StepCost(seconds, ahead=ahead))
         controller.record_drafts(drafts(width, accepted_length))
         yielded += expected_tokens(now[: width - 1])
         spent += cost
@@ -236,6 +237,31 @@ def test_hiccups_do_not_push_a_cost_up() -> None:
     for number in range(2000):
         costs.record_step(2, 1, StepCost(3.9 if number % 20 == 7 else 1.3), Shape(2))
         assert number < 3 or costs.seconds(2, 1) == 1.3
+
+
+def test_plain_steps_beside_prompts_do_not_show_the_cost_of_plain_decoding() -> None:
+    """Sixteen streams whose plain steps take twice as long while prompts arrive never draft for more than one trial.
+
+    A step with a draft takes 1.5 times as long as a plain step that runs ahead, and yields 1.3 times the tokens.
+    """
+    controller, width, drafted = auto(), 1, 0
+    for step in range(200):
+        ahead = step >= 20 and width == 1
+        depth = controller.choose_shape(16).depth
+        cost = StepCost(1 + 0.5 * (width - 1) + (not ahead), ahead=ahead and not depth)
+        controller.record_step_cost(16, 1, 16 * width, depth, Shape(width), cost)
+        controller.record_drafts(drafts(width, 1 + (step % 10 < 3)))
+        width, drafted = depth + 1, drafted + (depth > 0)
+    assert drafted <= 8
+
+
+def test_a_step_of_fewer_sequences_counts_with_the_rows_that_it_lacks() -> None:
+    """A shape that was timed while ten of sixteen answers were left has the cost for sixteen."""
+    costs = StepCosts(16)
+    for sequences, width in ((16, 1),) * 3 + ((16, 2),) * 3 + ((10, 4),) * 3:
+        seconds = 1 + 0.1 * sequences * width
+        costs.record_step(width, width - 1, StepCost(seconds), Shape(width), 16 - sequences)
+    assert costs.seconds(4, 3) == pytest.approx(1 + 0.1 * 16 * 4)
 
 
 def test_a_cost_follows_from_other_widths_until_it_is_measured() -> None:
