@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mtp.device import this_device
 from mtp.layers.communicator import GroupCommunicator
 from proto.announcement import parse_address
 from proto.control import Backend
@@ -103,7 +104,10 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
         raise NotReadyError(
             f"the group has {group.size()} members, {len(spec.hosts)} were expected. Restart the worker."
         )
-    return GroupCommunicator(group, exact=exact)
+    # NCCL sums on MLX's stream of the GPU, and the other backends on that of the CPU.
+    device = mx.gpu if spec.backend is Backend.nccl else mx.cpu
+    shared = this_device().computes_on_host == (device == mx.cpu)
+    return GroupCommunicator(group, exact=exact, beside=mx.new_stream(device) if shared else None)
 
 
 _RDMA_ADVICE = {

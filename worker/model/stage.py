@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mtp.device import this_device
+from mtp.device import FrameLimits, this_device
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
@@ -20,6 +20,12 @@ from worker.model.loader import StageModules
 
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
+
+Piece = Sequence[tuple[SequenceCache, int, bool]]
+"""Rows that go through the layers together: of each sequence, how many, and whether they are an open window."""
+
+ALIGNED = 64
+"""Rows of the first half of a frame are a multiple, because kernels compute tiles of rows."""
 
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
@@ -46,6 +52,10 @@ class StageForward:
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence
+        self._least_half: int | None = None
+        """Rows of the smaller half of a frame whose halves overlap. Fewer rows cost as much."""
+        if modules.communicator.can_overlap and not self.token_layers:
+            self._least_half = FrameLimits.here(sparse=modules.config.num_experts > 0).shortest
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -106,16 +116,51 @@ class StageForward:
 
     def _advance(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run all layers. A GPU computes some while Python builds the next."""
-        widths = [segment.width for _, segment in runs]
-        stay_open = [segment.open for _, segment in runs]
-        self.modules.layers[0].enter(x, [sequence.layers for sequence, _ in runs], widths)
-        for index, layer in enumerate(self.modules.layers):
-            caches = [sequence.layers[index] for sequence, _ in runs]
-            x = layer.forward(x, caches, widths, stay_open)
-            x = x if x.dtype == self.dtype else x.astype(self.dtype)
+        pieces = _halves(runs, self._least_half)
+        if len(pieces) > 1:
+            return self._advance_halves(x, pieces)
+        (piece,) = pieces
+        self.modules.layers[0].enter(x, [sequence.layers for sequence, _, _ in piece], [width for _, width, _ in piece])
+        for index in range(len(self.modules.layers)):
+            x = self._run_layer(index, x, piece)
             if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
                 mx.async_eval(x)
         return x
+
+    def _advance_halves(self, x: mx.array, halves: Sequence[Piece]) -> mx.array:
+        """Run all layers on two halves of the rows, so that a sum over the group runs beside products.
+
+        MLX computes in the order of `async_eval`: A to its first sum, B to its first sum, A to its second one, and so
+        on. A part has an evaluation of its own, because a sum waits on the host for a part of the same one on CUDA.
+        """
+        communicator = self.modules.communicator
+        rows = [*mx.split(x, [sum(width for _, width, _ in halves[0])])]
+        done: mx.array | None = None
+        for index in range(len(self.modules.layers)):
+            sums = list[list[tuple[mx.array, mx.array]]]()
+            for half, piece in enumerate(halves):
+                communicator.recorded = []
+                try:
+                    rows[half] = self._run_layer(index, rows[half], piece)
+                    sums.append(communicator.recorded)
+                finally:
+                    communicator.recorded = None
+            for part, total in chain.from_iterable(zip(*sums, strict=True)):
+                mx.async_eval(part)
+                mx.async_eval(total)
+            if done is not None:
+                # B's rows copy K/V that A's unfinished work reads. Bound the memory to that of two layers.
+                mx.eval(done)
+            done = rows[-1] if not sums[-1] else sums[-1][-1][1]
+        x = mx.concatenate(rows)
+        mx.async_eval(x)  # before any sum on the usual stream
+        return x
+
+    def _run_layer(self, index: int, x: mx.array, piece: Piece) -> mx.array:
+        caches = [sequence.layers[index] for sequence, _, _ in piece]
+        widths, stay_open = [width for _, width, _ in piece], [is_open for _, _, is_open in piece]
+        x = self.modules.layers[index].forward(x, caches, widths, stay_open)
+        return x if x.dtype == self.dtype else x.astype(self.dtype)
 
 
 def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
@@ -129,6 +174,27 @@ def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
     windows = [i for i in every if runs[i][1].open]
     chunks = [i for i in every if not runs[i][1].open]
     return [part for part in (windows, chunks) if part]
+
+
+def _halves(runs: Sequence[Run], least: int | None) -> list[Piece]:
+    """Return all rows of `runs` as one piece, or as two if the first one has `least` rows. None never halves.
+
+    No open window is divided.
+    """
+    every = [(sequence, segment.width, segment.open) for sequence, segment in runs]
+    left = sum(width for _, width, _ in every) // 2 // ALIGNED * ALIGNED
+    if least is None or left < least:
+        return [every]
+    halves: tuple[list[tuple[SequenceCache, int, bool]], ...] = ([], [])
+    for sequence, width, is_open in every:
+        taken = min(width, left)
+        if taken < width and is_open:
+            taken = left = 0
+        left -= taken
+        for half, count in zip(halves, (taken, width - taken), strict=True):
+            if count:
+                half.append((sequence, count, is_open))
+    return [half for half in halves if half]
 
 
 def row_ranges(widths: Sequence[int]) -> list[slice]:
