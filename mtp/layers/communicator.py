@@ -22,7 +22,7 @@ class Communicator(ABC):
     size: int
     """Members of the group."""
     can_overlap = False
-    """True if sums can run beside products. Each row of a sum then has its bits in a sum of fewer rows."""
+    """True if sums may run beside products. In exact mode the rows of a prompt's chunk stay together."""
     recorded: list[tuple[mx.array, mx.array]] | None = None
     """The parts and the results of the sums of some rows, while a list is here. Those sums run beside products."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -21,14 +22,20 @@ from worker.model.loader import StageModules
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
 
-Piece = Sequence[tuple[SequenceCache, int, bool]]
-"""Rows that go through the layers together: of each sequence, how many, and whether they are an open window."""
-
 ALIGNED = 64
 """Rows of the first half of a frame are a multiple, because kernels compute tiles of rows."""
 
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that go through the layers together: of each sequence, how many, and whether they are an open window."""
+
+    sequences: list[SequenceCache]
+    widths: list[int]
+    stay_open: list[bool]
 
 
 class StageForward:
@@ -52,10 +59,10 @@ class StageForward:
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence
-        self._least_half: int | None = None
-        """Rows of the smaller half of a frame whose halves overlap. Fewer rows cost as much."""
+        self.least_half: int | None = None
+        """Least rows of half a frame in a group. Fewer cost as much. None computes all rows together."""
         if modules.communicator.can_overlap and not self.token_layers:
-            self._least_half = FrameLimits.here(sparse=modules.config.num_experts > 0).shortest
+            self.least_half = FrameLimits.here(sparse=modules.config.num_experts > 0).shortest
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -116,50 +123,47 @@ class StageForward:
 
     def _advance(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run all layers. A GPU computes some while Python builds the next."""
-        pieces = _halves(runs, self._least_half)
-        if len(pieces) > 1:
-            return self._advance_halves(x, pieces)
-        (piece,) = pieces
-        self.modules.layers[0].enter(x, [sequence.layers for sequence, _, _ in piece], [width for _, width, _ in piece])
+        parts = halves(runs, self.least_half)
+        if len(parts) > 1:
+            return self._advance_halves(x, parts)
+        (rows,) = parts
+        # Only layers that no group has do anything here.
+        self.modules.layers[0].enter(x, [sequence.layers for sequence in rows.sequences], rows.widths)
         for index in range(len(self.modules.layers)):
-            x = self._run_layer(index, x, piece)
+            x = self._run_layer(index, x, rows)
             if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
                 mx.async_eval(x)
         return x
 
-    def _advance_halves(self, x: mx.array, halves: Sequence[Piece]) -> mx.array:
-        """Run all layers on two halves of the rows, so that a sum over the group runs beside products.
+    def _advance_halves(self, x: mx.array, parts: Sequence[Rows]) -> mx.array:
+        """Run all layers on two halves of the rows, so that sums of one half run beside products of the other.
 
-        MLX computes in the order of `async_eval`: A to its first sum, B to its first sum, A to its second one, and so
-        on. A part has an evaluation of its own, because a sum waits on the host for a part of the same one on CUDA.
+        The device computes in the order of `async_eval`: A to its first sum, B to its first sum, A to its second one,
+        and so on. Each part is evaluated before its sum, because on CUDA the host waits within an evaluation.
         """
-        communicator = self.modules.communicator
-        rows = [*mx.split(x, [sum(width for _, width, _ in halves[0])])]
-        done: mx.array | None = None
+        communicator, both = self.modules.communicator, [*mx.split(x, [sum(parts[0].widths)])]
         for index in range(len(self.modules.layers)):
-            sums = list[list[tuple[mx.array, mx.array]]]()
-            for half, piece in enumerate(halves):
+            before, sums = both[-1], list[list[tuple[mx.array, mx.array]]]()
+            for half, rows in enumerate(parts):
                 communicator.recorded = []
                 try:
-                    rows[half] = self._run_layer(index, rows[half], piece)
+                    both[half] = self._run_layer(index, both[half], rows)
                     sums.append(communicator.recorded)
                 finally:
                     communicator.recorded = None
-            for part, total in chain.from_iterable(zip(*sums, strict=True)):
-                mx.async_eval(part)
-                mx.async_eval(total)
-            if done is not None:
-                # B's rows copy K/V that A's unfinished work reads. Bound the memory to that of two layers.
-                mx.eval(done)
-            done = rows[-1] if not sums[-1] else sums[-1][-1][1]
-        x = mx.concatenate(rows)
-        mx.async_eval(x)  # before any sum on the usual stream
+            for pair in chain.from_iterable(zip(*sums, strict=True)):
+                for array in pair:
+                    mx.async_eval(array)
+            # B copies the K/V that unfinished work of A reads. Here the copies of all earlier layers are released.
+            mx.eval(before)
+        x = mx.concatenate(both)
+        # The last sums have to come before later ones, which MLX may run on another stream.
+        mx.async_eval(x)
         return x
 
-    def _run_layer(self, index: int, x: mx.array, piece: Piece) -> mx.array:
-        caches = [sequence.layers[index] for sequence, _, _ in piece]
-        widths, stay_open = [width for _, width, _ in piece], [is_open for _, _, is_open in piece]
-        x = self.modules.layers[index].forward(x, caches, widths, stay_open)
+    def _run_layer(self, index: int, x: mx.array, rows: Rows) -> mx.array:
+        caches = [sequence.layers[index] for sequence in rows.sequences]
+        x = self.modules.layers[index].forward(x, caches, rows.widths, rows.stay_open)
         return x if x.dtype == self.dtype else x.astype(self.dtype)
 
 
@@ -176,25 +180,25 @@ def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
     return [part for part in (windows, chunks) if part]
 
 
-def _halves(runs: Sequence[Run], least: int | None) -> list[Piece]:
-    """Return all rows of `runs` as one piece, or as two if the first one has `least` rows. None never halves.
+def halves(runs: Sequence[Run], least: int | None) -> list[Rows]:
+    """Return the rows of `runs` together, or as two halves if the first one has `least` rows. None never halves.
 
     No open window is divided.
     """
-    every = [(sequence, segment.width, segment.open) for sequence, segment in runs]
-    left = sum(width for _, width, _ in every) // 2 // ALIGNED * ALIGNED
-    if least is None or left < least:
-        return [every]
-    halves: tuple[list[tuple[SequenceCache, int, bool]], ...] = ([], [])
-    for sequence, width, is_open in every:
-        taken = min(width, left)
-        if taken < width and is_open:
-            taken = left = 0
-        left -= taken
-        for half, count in zip(halves, (taken, width - taken), strict=True):
-            if count:
-                half.append((sequence, count, is_open))
-    return [half for half in halves if half]
+    left = sum(segment.width for _, segment in runs) // 2 // ALIGNED * ALIGNED
+    both = [Rows([], [], []), Rows([], [], [])]
+    left = 0 if least is None or left < least else left
+    for sequence, segment in runs:
+        first = min(segment.width, left)
+        if segment.open and first < segment.width:
+            first = left = 0
+        left -= first
+        for half, width in zip(both, (first, segment.width - first), strict=True):
+            if width:
+                half.sequences.append(sequence)
+                half.widths.append(width)
+                half.stay_open.append(segment.open)
+    return [half for half in both if half.widths]
 
 
 def row_ranges(widths: Sequence[int]) -> list[slice]:
