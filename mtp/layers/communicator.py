@@ -68,14 +68,14 @@ class GroupCommunicator(Communicator):
     def __init__(self, group: mx.distributed.Group, *, exact: bool = False, beside: mx.Stream | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.can_overlap = not exact
-        self._group, self._exact, self._beside = group, exact, beside
+        self._group, self._exact, self.beside = group, exact, beside
 
     def sum(self, x: mx.array) -> mx.array:
         if self._exact:
             return reduce(add, self._parts(x))
         if self.recorded is None:
             return mx.distributed.all_sum(x, group=self._group)
-        total: mx.array = mx.distributed.all_sum(x, group=self._group, stream=self._beside)
+        total: mx.array = mx.distributed.all_sum(x, group=self._group, stream=self.beside)
         self.recorded.append((x, total))
         return total
 

@@ -128,7 +128,12 @@ def test_halves_give_the_bits_of_whole_chunks(tmp_path: Path, kind: str, monkeyp
     checkpoint = Checkpoint.open(checkpoint_for(tmp_path, kind, kv_heads=2))
     span = Span(0, checkpoint.config.num_layers)
     seen, run, found = list[int](), mx.async_eval, list[list[mx.array]]()
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (seen.extend(a.shape[0] for a in arrays), run(*arrays))[1])
+
+    def record_rows(*arrays: mx.array) -> None:
+        seen.extend(array.shape[0] for array in arrays)
+        run(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", record_rows)
     for least in (None, 64):
         modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, communicator=Recorded())
         stage = StageForward(modules, KVFormat())
@@ -157,13 +162,14 @@ def test_halves_give_the_bits_of_whole_chunks(tmp_path: Path, kind: str, monkeyp
 
 def test_no_window_is_divided() -> None:
     """The halves have all rows in their order. The first one is shorter where its border is in a window."""
-    whole: Any = [(str(i), Segment(i, 0, 0, (1,) * n, open=n < 100)) for i, n in enumerate((60, 10, 58, 300, 9))]
-    first, second = halves(whole[:3], 64)
+    runs: Any = [(str(i), Segment(i, 0, 0, (1,) * n, open=n < 100)) for i, n in enumerate((60, 10, 58, 300, 9))]
+    first, second = halves(runs[:3], 64)
     assert (first.widths, second.widths) == ([60], [10, 58])
-    first, second = halves(whole, 128)
-    assert (first.sequences, first.widths) == (["0", "1", "2", "3"], [60, 10, 58, 64])
-    assert (second.sequences, second.widths, second.stay_open) == (["3", "4"], [236, 9], [False, True])
-    assert [rows.widths for rows in halves(whole, 193)] == [rows.widths for rows in halves(whole, None)]
+    first, second = halves(runs, 128)
+    assert (first.widths, first.stay_open) == ([60, 10, 58, 64], [True, True, True, False])
+    assert (second.widths, second.stay_open) == ([236, 9], [False, True])
+    assert [*first.sequences, *second.sequences] == [*"01233", "4"]
+    assert [rows.widths for rows in halves(runs, 193)] == [rows.widths for rows in halves(runs, None)]
 
 
 def test_exact_mode_and_one_machine_keep_chunks_whole() -> None:

@@ -104,10 +104,9 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
         raise NotReadyError(
             f"the group has {group.size()} members, {len(spec.hosts)} were expected. Restart the worker."
         )
-    # NCCL sums on MLX's stream of the GPU, and the other backends on that of the CPU.
-    device = mx.gpu if spec.backend is Backend.nccl else mx.cpu
-    shared = this_device().computes_on_host == (device == mx.cpu)
-    return GroupCommunicator(group, exact=exact, beside=mx.new_stream(device) if shared else None)
+    # The CPU's stream of MLX, which has the sums of every backend but NCCL, has the products too if the CPU computes.
+    beside = mx.new_stream(mx.cpu) if this_device().computes_on_host else None
+    return GroupCommunicator(group, exact=exact, beside=beside)
 
 
 _RDMA_ADVICE = {

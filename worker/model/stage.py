@@ -61,7 +61,7 @@ class StageForward:
         self._cadence = this_device().cadence
         self.least_half: int | None = None
         """Least rows of half a frame in a group. Fewer cost as much. None computes all rows together."""
-        if modules.communicator.can_overlap and not self.token_layers:
+        if this_device().halves_chunks and modules.communicator.can_overlap and not self.token_layers:
             self.least_half = FrameLimits.here(sparse=modules.config.num_experts > 0).shortest
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
@@ -139,7 +139,7 @@ class StageForward:
         """Run all layers on two halves of the rows, so that sums of one half run beside products of the other.
 
         The device computes in the order of `async_eval`: A to its first sum, B to its first sum, A to its second one,
-        and so on. Each part is evaluated before its sum, because on CUDA the host waits within an evaluation.
+        and so on. Each part is evaluated before its sum, which can then begin while the device computes on.
         """
         communicator, both = self.modules.communicator, [*mx.split(x, [sum(parts[0].widths)])]
         for index in range(len(self.modules.layers)):
