@@ -21,6 +21,10 @@ class Communicator(ABC):
     """Number of this member, from 0. The first member decides what all of them compute."""
     size: int
     """Members of the group."""
+    can_overlap = False
+    """True if sums may run beside products. In exact mode the rows of a prompt's chunk stay together."""
+    recorded: list[tuple[mx.array, mx.array]] | None = None
+    """The parts and the results of the sums of some rows, while a list is here. Those sums run beside products."""
 
     @abstractmethod
     def sum(self, x: mx.array) -> mx.array:
@@ -57,18 +61,23 @@ class GroupCommunicator(Communicator):
     """A group of processes, joined by one of MLX's backends.
 
     With `exact` a sum is that of the gathered parts in the order of the members. Otherwise the backend chooses the
-    order, which depends on the number of bytes.
+    order, which depends on the number of bytes. `beside` is the stream of recorded sums, where MLX's default stream for
+    them is that of the products.
     """
 
-    def __init__(self, group: mx.distributed.Group, *, exact: bool = False) -> None:
+    def __init__(self, group: mx.distributed.Group, *, exact: bool = False, beside: mx.Stream | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self._group = group
-        self._exact = exact
+        self.can_overlap = not exact
+        self._group, self._exact, self.beside = group, exact, beside
 
     def sum(self, x: mx.array) -> mx.array:
-        if not self._exact:
+        if self._exact:
+            return reduce(add, self._parts(x))
+        if self.recorded is None:
             return mx.distributed.all_sum(x, group=self._group)
-        return reduce(add, self._parts(x))
+        total: mx.array = mx.distributed.all_sum(x, group=self._group, stream=self.beside)
+        self.recorded.append((x, total))
+        return total
 
     def gather(self, x: mx.array) -> mx.array:
         return mx.concatenate(self._parts(x), axis=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,11 @@ import pytest
 from mtp.checkpoint.format.checkpoint import Checkpoint
 from mtp.checkpoint.format.cut import Cut
 from mtp.checkpoint.format.parts import read_part
+from mtp.layers.communicator import ALONE, GroupCommunicator
 from mtp.layers.kv_cache import new_kv
 from mtp.layers.layer import KVFormat
 from proto.errors import SpanError
+from proto.frame import Admit, Segment
 from proto.span import Span
 from tests.support.checkpoints.checkpoints import write_checkpoint
 from tests.support.checkpoints.own_families import OWN_FAMILIES
@@ -23,6 +26,7 @@ from tests.support.stages.chain import random_tokens
 from tests.support.stages.doubled import Doubled
 from tests.support.stages.group_run import Work, answer, answer_in_group
 from worker.model.loader import load_stage
+from worker.model.stage import StageForward, halves
 
 HEADS = (
     ("num_attention_heads", 12),
@@ -90,6 +94,90 @@ def test_a_group_gives_the_tokens_of_one_process(
     expected, found = answer(work), answer_in_group(work, size)
     assert found.tokens == expected.tokens
     assert found.accepted == expected.accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_group_whose_halves_overlap_gives_the_tokens_of_one_process(tmp_path: Path, kind: str) -> None:
+    """Chunks of 300 tokens over MLX's ring, whose sums have a stream of their own."""
+    path = checkpoint_for(tmp_path, kind)
+    prompts = tuple(tuple(random_tokens(400, seed)) for seed in range(2))
+    work = Work(str(path), small(prompts), count=10, temperature=0.8, chunk=300)
+    assert answer_in_group(work, 2).tokens == answer(work).tokens
+
+
+class Recorded(Doubled):
+    """A communicator of two equal members that records sums."""
+
+    can_overlap = True
+
+    def sum(self, x: mx.array) -> mx.array:
+        total = super().sum(x)
+        if self.recorded is not None:
+            self.recorded.append((x, total))
+        return total
+
+
+FRAMES = (((0, 150, False),), ((0, 3, True), (1, 131, False), (2, 2, True)), ((1, 64, False), (3, 70, False)))
+"""The sequence, the rows and the openness of each segment of some frames. Sequence 0 is cut after its window."""
+
+
+@pytest.mark.parametrize("kind", ["dense", *(pytest.param(k, marks=pytest.mark.slow) for k in ("moe", "next", "glm"))])
+def test_halves_give_the_bits_of_whole_chunks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and states are equal on a CPU, where a row has its bits beside any others, and halves take turns."""
+    checkpoint = Checkpoint.open(checkpoint_for(tmp_path, kind, kv_heads=2))
+    span = Span(0, checkpoint.config.num_layers)
+    seen, run, found = list[int](), mx.async_eval, list[list[mx.array]]()
+
+    def record_rows(*arrays: mx.array) -> None:
+        seen.extend(array.shape[0] for array in arrays)
+        run(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", record_rows)
+    for least in (None, 64):
+        modules = load_stage(checkpoint, span, first=True, last=True, dtype=None, communicator=Recorded())
+        stage = StageForward(modules, KVFormat())
+        assert stage.least_half is not None
+        stage.least_half = least
+        sequences = [stage.new_sequence(Admit(i, 512, 300)) for i in range(4)]
+        rows = list[mx.array]()
+        for number, frame in enumerate(FRAMES):
+            seen.clear()
+            runs = []
+            for i, width, is_open in frame:
+                tokens = tuple(token % 239 for token in random_tokens(width, i))
+                position = sequences[i].stack.length
+                runs.append((sequences[i], Segment(i, number, position, tokens, open=is_open)))
+            words = mx.array([token for _, segment in runs for token in segment.tokens])
+            rows.append(stage.forward(stage.embed(words), runs))
+            if least:
+                a = sum(width for _, width, _ in frame) // 2 // 64 * 64
+                b = sum(width for _, width, _ in frame) - a
+                assert seen == [a, a, b, b] * 2 * len(span) + [a + b]
+        sequences[0].commit_window(1, 1, in_header=True)
+        found.append([*rows, *(array for one in sequences for c in one.layers for array in c.copy().arrays())])
+    assert len(found[0]) == len(found[1])
+    assert all(mx.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_no_window_is_divided() -> None:
+    """The halves have all rows in their order. The first one is shorter where its border is in a window."""
+    runs: Any = [(str(i), Segment(i, 0, 0, (1,) * n, open=n < 100)) for i, n in enumerate((60, 10, 58, 300, 9))]
+    first, second = halves(runs[:3], 64)
+    assert (first.widths, second.widths) == ([60], [10, 58])
+    first, second = halves(runs, 128)
+    assert (first.widths, first.stay_open) == ([60, 10, 58, 64], [True, True, True, False])
+    assert (second.widths, second.stay_open) == ([236, 9], [False, True])
+    assert [*first.sequences, *second.sequences] == [*"01233", "4"]
+    assert [rows.widths for rows in halves(runs, 193)] == [rows.widths for rows in halves(runs, None)]
+
+
+def test_exact_mode_and_one_machine_keep_chunks_whole() -> None:
+    """Kernels of GPUs may round a row by the rows beside it."""
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    assert GroupCommunicator(group).can_overlap
+    assert not GroupCommunicator(group, exact=True).can_overlap
+    assert not ALONE.can_overlap
 
 
 def test_members_run_ahead_of_each_other(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mtp.device import this_device
 from mtp.layers.communicator import GroupCommunicator
 from proto.announcement import parse_address
 from proto.control import Backend
@@ -103,7 +104,9 @@ def join_group(spec: GroupSpec, *, exact: bool) -> GroupCommunicator:
         raise NotReadyError(
             f"the group has {group.size()} members, {len(spec.hosts)} were expected. Restart the worker."
         )
-    return GroupCommunicator(group, exact=exact)
+    # The CPU's stream of MLX, which has the sums of every backend but NCCL, has the products too if the CPU computes.
+    beside = mx.new_stream(mx.cpu) if this_device().computes_on_host else None
+    return GroupCommunicator(group, exact=exact, beside=beside)
 
 
 _RDMA_ADVICE = {

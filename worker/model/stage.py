@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mtp.device import this_device
+from mtp.device import FrameLimits, this_device
 from mtp.layers.layer import KVFormat
 from proto.frame import Admit, Segment
 from proto.images import ImageLayout, without_images
@@ -21,8 +22,20 @@ from worker.model.loader import StageModules
 Run = tuple[SequenceCache, Segment]
 """A segment that runs, and the sequence it extends."""
 
+ALIGNED = 64
+"""Rows of the first half of a frame are a multiple, because kernels compute tiles of rows."""
+
 EVALUATED_FIRST = 2
 """Layers that start computing as soon as each is built."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that go through the layers together: of each sequence, how many, and whether they are an open window."""
+
+    sequences: list[SequenceCache]
+    widths: list[int]
+    stay_open: list[bool]
 
 
 class StageForward:
@@ -46,6 +59,10 @@ class StageForward:
         self.modules = modules
         self.kv_format = kv_format
         self._cadence = this_device().cadence
+        self.least_half: int | None = None
+        """Least rows of half a frame in a group. Fewer cost as much. None computes all rows together."""
+        if this_device().halves_chunks and modules.communicator.can_overlap and not self.token_layers:
+            self.least_half = FrameLimits.here(sparse=modules.config.num_experts > 0).shortest
 
     def new_sequence(self, admitted: Admit) -> SequenceCache:
         """Return the empty caches of an admitted sequence."""
@@ -106,16 +123,48 @@ class StageForward:
 
     def _advance(self, x: mx.array, runs: Sequence[Run]) -> mx.array:
         """Run all layers. A GPU computes some while Python builds the next."""
-        widths = [segment.width for _, segment in runs]
-        stay_open = [segment.open for _, segment in runs]
-        self.modules.layers[0].enter(x, [sequence.layers for sequence, _ in runs], widths)
-        for index, layer in enumerate(self.modules.layers):
-            caches = [sequence.layers[index] for sequence, _ in runs]
-            x = layer.forward(x, caches, widths, stay_open)
-            x = x if x.dtype == self.dtype else x.astype(self.dtype)
+        parts = halves(runs, self.least_half)
+        if len(parts) > 1:
+            return self._advance_halves(x, parts)
+        (rows,) = parts
+        # Only layers that no group has do anything here.
+        self.modules.layers[0].enter(x, [sequence.layers for sequence in rows.sequences], rows.widths)
+        for index in range(len(self.modules.layers)):
+            x = self._run_layer(index, x, rows)
             if index < EVALUATED_FIRST or (index + 1) % self._cadence == 0:
                 mx.async_eval(x)
         return x
+
+    def _advance_halves(self, x: mx.array, parts: Sequence[Rows]) -> mx.array:
+        """Run all layers on two halves of the rows, so that sums of one half run beside products of the other.
+
+        The device computes in the order of `async_eval`: A to its first sum, B to its first sum, A to its second one,
+        and so on. Each part is evaluated before its sum, which can then begin while the device computes on.
+        """
+        communicator, both = self.modules.communicator, [*mx.split(x, [sum(parts[0].widths)])]
+        for index in range(len(self.modules.layers)):
+            before, sums = both[-1], list[list[tuple[mx.array, mx.array]]]()
+            for half, rows in enumerate(parts):
+                communicator.recorded = []
+                try:
+                    both[half] = self._run_layer(index, both[half], rows)
+                    sums.append(communicator.recorded)
+                finally:
+                    communicator.recorded = None
+            for pair in chain.from_iterable(zip(*sums, strict=True)):
+                for array in pair:
+                    mx.async_eval(array)
+            # B copies the K/V that unfinished work of A reads. Here the copies of all earlier layers are released.
+            mx.eval(before)
+        x = mx.concatenate(both)
+        # The last sums have to come before later ones, which MLX may run on another stream.
+        mx.async_eval(x)
+        return x
+
+    def _run_layer(self, index: int, x: mx.array, rows: Rows) -> mx.array:
+        caches = [sequence.layers[index] for sequence in rows.sequences]
+        x = self.modules.layers[index].forward(x, caches, rows.widths, rows.stay_open)
+        return x if x.dtype == self.dtype else x.astype(self.dtype)
 
 
 def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
@@ -129,6 +178,27 @@ def _parts(runs: Sequence[Run], split_rows: int | None) -> list[list[int]]:
     windows = [i for i in every if runs[i][1].open]
     chunks = [i for i in every if not runs[i][1].open]
     return [part for part in (windows, chunks) if part]
+
+
+def halves(runs: Sequence[Run], least: int | None) -> list[Rows]:
+    """Return the rows of `runs` together, or as two halves if the first one has `least` rows. None never halves.
+
+    No open window is divided.
+    """
+    left = sum(segment.width for _, segment in runs) // 2 // ALIGNED * ALIGNED
+    both = [Rows([], [], []), Rows([], [], [])]
+    left = 0 if least is None or left < least else left
+    for sequence, segment in runs:
+        first = min(segment.width, left)
+        if segment.open and first < segment.width:
+            first = left = 0
+        left -= first
+        for half, width in zip(both, (first, segment.width - first), strict=True):
+            if width:
+                half.sequences.append(sequence)
+                half.widths.append(width)
+                half.stay_open.append(segment.open)
+    return [half for half in both if half.widths]
 
 
 def row_ranges(widths: Sequence[int]) -> list[slice]:
