@@ -219,7 +219,9 @@ class StepCosts:
         key = shape.width if nearly else math.ceil(4 * width) / 4, drafts
         samples = self._samples.setdefault((*key, cost.ahead), _Samples())
         if self._steps - samples.newest > OLD_STEPS:
-            while len(samples.seconds) > 1:
+            # The cost of plain decoding is always known, because all others are compared with it.
+            kept = MEASURED_SAMPLES - 1 if key == (1, 0) else 1
+            while len(samples.seconds) > kept:
                 samples.seconds.popleft()
         samples.newest, self._stages = self._steps, max(1, len(cost.stages))
         if self._stages > 1:
@@ -261,8 +263,8 @@ class StepCosts:
 
     @property
     def widest(self) -> float:
-        """Width of the widest measured windows."""
-        return max((width for width, _ in self._measured), default=1.0)
+        """Width of the widest measured windows with drafts of the head. Those of a step that asks for none are few."""
+        return max((width for width, drafts in self._measured if drafts), default=1.0)
 
     def seconds(self, width: float, drafts: int) -> float:
         """Return the seconds of a step. They follow from other widths if it is not measured, and are 1 without any."""

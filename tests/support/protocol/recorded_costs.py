@@ -88,7 +88,7 @@ COSTS: dict[str, Costs] = {
     "GLM, two H200s": Costs(_linear(8.4, 0.6), 1.5, 0.77, 4.1, context=0.12, context_row=0.06, stages=2),
     "GLM, group of two H200s": Costs(_linear(8.4, 0.5), 1.6, 0.6, 4.1, context=0.06, context_row=0.03),
     "GLM that drafts on the device, H200": Costs(
-        ((1, 8.3), (8, 15.2), (16, 20.0), (32, 31.0), (33, 55.0), (64, 100.0)), 0.3, drawn=0.1, built=1.6, token=0.3
+        ((1, 9.3), (2, 10.8), (4, 13.0), (8, 15.8), (16, 23.0), (32, 30.0), (64, 44.0)), 0.5, drawn=1.6, built=1.3
     ),
     "27B, M4 Pro": Costs(M4_PRO_ROWS, 3.3, 0.6, 0.3, context=0.35, context_row=0.1, token=5.4),
     "27B, two M4 Pros": Costs(M4_PRO_ROWS, 3.3, 0.6, 0.3, context=0.35, context_row=0.1, token=5.4, stages=2),
@@ -120,6 +120,7 @@ MEASURED: dict[tuple[str, int], float] = {
     ("GLM, H200", 1): 111,
     ("GLM, H200", 8): 434,
     ("GLM that drafts on the device, H200", 1): 108,
-    ("GLM that drafts on the device, H200", 8): 495,
+    ("GLM that drafts on the device, H200", 8): 475,
+    ("GLM that drafts on the device, H200", 16): 666,
 }
 """Tokens per second of plain decoding by machine and streams (docs/measurements.md). All other costs are derived."""

@@ -284,3 +284,22 @@ def test_several_stages_show_the_cost_of_drafts() -> None:
         costs.record_step(1, drafts, StepCost(sum(stages), stages=stages), Shape(1, 3))
     assert costs.seconds(1, 5) == pytest.approx(3.0)
     assert costs.interval(Shape(1, 6)) == pytest.approx(2.0)
+
+
+def test_plain_decoding_keeps_its_cost_while_drafts_are_in_use() -> None:
+    """A single plain step after a long time leaves it measured, or drafts that cost more could stay in use."""
+    costs = StepCosts(8)
+    plain, drafted = StepCost(1.0, ahead=True), StepCost(3.0)
+    for width, cost, count in ((1, plain, 3), (2, drafted, 100), (1, plain, 1)):
+        for _ in range(count):
+            costs.record_step(width, width - 1, cost, Shape(width))
+        assert costs.is_measured(Shape(1)) and costs.seconds(1, 0) == 1.0
+
+
+def test_wide_windows_of_a_few_sequences_allow_no_wide_trial() -> None:
+    """While others arrive, steps have few windows of drafts. They do not show what windows for all would cost."""
+    costs = StepCosts(8)
+    for width, count in ((1, 3), (4, 3)):
+        for _ in range(count):
+            costs.record_step(width, 0, StepCost(float(width)), Shape(1))
+    assert costs.widest == 1
