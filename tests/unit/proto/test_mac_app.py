@@ -135,12 +135,11 @@ def test_a_signal_reaches_the_child(native: Path, tmp_path: Path, *, ignored: bo
     """SIGTERM drains the program as without a launcher. An ignored SIGHUP, as of nohup, stays ignored in the child."""
     ready = tmp_path / "ready"
     script = f"trap 'exit 9' TERM; touch {ready}; kill -HUP $$; while :; do sleep .01; done"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN) if ignored else None
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         process = subprocess.Popen([native, "/bin/sh", "-c", script])
     finally:
-        if ignored:
-            signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, before)
     try:
         deadline = time.monotonic() + 10
         while not ready.exists() and time.monotonic() < deadline:
