@@ -166,7 +166,10 @@ SAMPLES = 7
 """Steps. A cost is the median of this many, so that hiccups do not count."""
 
 MEASURED_SAMPLES = 3
-"""Steps after which a shape has a cost. Their median survives one outlier, such as the first use of a kernel."""
+"""Steps after which a shape has a cost."""
+
+HICCUP = 2.0
+"""Ratio to the fastest step above which a step of the same shape is no sample, such as the first use of a kernel."""
 
 NARROWEST_STEP = 0.75
 """Widths. Minimum mean width of the windows of a step for which it shows the cost of this width."""
@@ -191,6 +194,13 @@ class _Samples:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     newest: int = 0
+
+    def usual(self) -> float | None:
+        """Return the seconds of a step, None while there are too few. If most steps are slow, the machine is."""
+        near = [seconds for seconds in self.seconds if seconds <= HICCUP * min(self.seconds)]
+        if len(near) >= MEASURED_SAMPLES:
+            return median(near)
+        return median(self.seconds) if len(self.seconds) == SAMPLES else None
 
 
 class StepCosts:
@@ -232,9 +242,9 @@ class StepCosts:
         if cost.interval:
             self._intervals.setdefault(shape, deque(maxlen=INTERVALS)).append(cost.interval)
         self._measured = {
-            key[:2]: median(known.seconds)
+            key[:2]: usual
             for key, known in sorted(self._samples.items(), key=itemgetter(0))  # steps ahead come last, and count
-            if len(known.seconds) >= MEASURED_SAMPLES
+            if (usual := known.usual()) is not None
             and (key[:2] == (1, 0) or self._steps - known.newest <= FORGOTTEN_STEPS)
         }
 
@@ -259,7 +269,7 @@ class StepCosts:
     def ran_ahead(self) -> bool:
         """Return whether plain decoding was measured while it ran ahead."""
         samples = self._samples.get((1, 0, True))
-        return samples is not None and len(samples.seconds) >= MEASURED_SAMPLES
+        return samples is not None and samples.usual() is not None
 
     @property
     def widest(self) -> float:

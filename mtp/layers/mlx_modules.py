@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType, ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -104,19 +106,30 @@ def products_of(form: Format, shape: Sequence[int], dtype: mx.Dtype, generation:
     yield from (Product("qmm_sm80_tn" if is_fast else "qmm_naive_tn_aligned", name, rows, form) for rows in tiles)
 
 
+def objects_of(root: Any) -> list[Any]:
+    """Return the objects that `root` holds, also by others and in closures, so that no layer need know of modules."""
+    found, waiting = dict[int, Any](), [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found or issubclass(kind := type(one), (type, ModuleType)):
+            continue
+        found[id(one)] = one
+        # The globals of a function are no part of `root`.
+        waiting += (one.__closure__ or ()) if kind is FunctionType else gc.get_referents(one)
+    return list(found.values())
+
+
 def products_in_use(objects: Iterable[Any], dtype: mx.Dtype, generation: int, unembedding: Any = None) -> set[Product]:
     """Return the products by which MLX multiplies rows of `dtype` with the weights among `objects`.
 
-    `objects` are all of this process, so that no layer need know of modules. `unembedding` is an embedding that also
-    multiplies.
+    `unembedding` is an embedding that also multiplies.
     """
-    # Its type decides, because `isinstance` would run code of other libraries' objects.
     modules = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
     fused, plain = list[FusedLinear](), list[Any]()
     for one in objects:
         if issubclass(kind := type(one), FusedLinear):
             fused.append(one)
-        elif one is unembedding or kind in modules:
+        elif kind in modules or (one is not None and one is unembedding):
             plain.append(one)
     found, taken = set[Product](), set[int]()
     for product in fused:

@@ -5,7 +5,6 @@ The kernels themselves need a GPU: tests/parity/test_cuda_kernels.py.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from mtp.checkpoint.format.parts import part_module
 from mtp.device import DEVICES
 from mtp.layers.cuda.packed_linear import PackedLinear
 from mtp.layers.layer import Hole, KVFormat
-from mtp.layers.mlx_modules import products_in_use
+from mtp.layers.mlx_modules import objects_of, products_in_use
 from proto.frame import Admit, Commit, Frame, Op, RestorePrefix, SavePrefix, Segment
 from proto.images import ImageSpan
 from proto.kernels import Kernels
@@ -101,9 +100,9 @@ def test_all_products_of_four_bits_are_packed() -> None:
     stage = StageForward(modules_of(0, SHAPE.layers), KVFormat())
     head: Any = stage.modules.head
     assert type(head.fc) is PackedLinear
-    assert not products_in_use(gc.get_objects(), stage.dtype, 9)
+    assert not products_in_use(objects_of(stage), stage.dtype, 9)
     eight = StageForward(modules_of(0, SHAPE.layers, bits=8), KVFormat())
-    found = products_in_use(gc.get_objects(), eight.dtype, 9)
+    found = products_in_use(objects_of(eight), eight.dtype, 9)
     assert {product.kernel for product in found} == {"qmm_sm80_tn", "qmm_naive_tn_aligned"}
 
 

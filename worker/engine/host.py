@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -181,7 +180,7 @@ class EngineHost:
             expect(mlx_modules.SECONDS + PART_SECONDS)
             tied = modules.embed_tokens if spec.last and modules.lm_head is None else None
             generation = int(mx.device_info()["compute_capability_major"])
-            needed = mlx_modules.products_in_use(gc.get_objects(), stage.dtype, generation, tied)
+            needed = mlx_modules.products_in_use(mlx_modules.objects_of(stage), stage.dtype, generation, tied)
             mlx_modules.compile_missing(FILES.folder, needed)
         if group is not None:  # other members may read their weights from a slower disk
             expect(PROBE_SECONDS + weight_bytes / SLOWEST_DISK)

@@ -18,7 +18,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mtp.layers import mlx_modules
 from mtp.layers.linear import Format, FusedLinear, InputRows
-from mtp.layers.mlx_modules import TILES, Product, compile_missing, products_in_use, products_of, store_modules
+from mtp.layers.mlx_modules import (
+    TILES,
+    Product,
+    compile_missing,
+    objects_of,
+    products_in_use,
+    products_of,
+    store_modules,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 
@@ -204,3 +212,11 @@ def test_a_process_computes_its_product(tmp_path: Path, caplog: pytest.LogCaptur
     compile_missing(tmp_path, [PRODUCT])
     (record,) = caplog.records
     assert "keeps no module of this name" in vars(record)["problems"]
+
+
+def test_only_the_objects_of_a_stage_count() -> None:
+    """A model that was served before may still be in memory. Products in closures count, and one from several places."""
+    kept, other = FusedLinear(AFFINE, (mx.zeros((1, 8)),)), FusedLinear(AFFINE, (mx.zeros((1, 8)),))
+    holder = {"call": lambda x: kept(x), "again": [kept]}
+    found = [one for one in objects_of(holder) if isinstance(one, FusedLinear)]
+    assert found == [kept] and other is not kept

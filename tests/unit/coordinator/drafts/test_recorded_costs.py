@@ -112,7 +112,7 @@ def test_a_draft_of_eight_sequences_of_glm_costs_what_was_measured() -> None:
     ("machine", "streams", "setting"),
     [
         ("27B, two H200s", 1, "published acceptance"),
-        ("27B, two H200s", 8, "kernels compile"),
+        ("27B, M3 Ultra", 8, "kernels compile"),
         ("wide, group of two H100s", 1, "after 30,000 tokens"),
     ],
 )
