@@ -144,7 +144,7 @@ MAX_FUNCTION_LINES = 90
 LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 60, 5
 """Lines of a function with its signature that one screen holds, and the number of functions that exceed them."""
 
-MAX_LINES, MAX_FILES = 55_462, 285
+MAX_LINES, MAX_FILES = 55_484, 285
 """Size of the product without generated code. Lower both when code goes. Before adding, ask what goes."""
 
 VARIANTS = {"__init__", "args", "attention", "family", "fuse", "gdn", "head", "kernel", "layers", "modules", "options"}
