@@ -21,7 +21,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MAX_SENTENCE_WORDS = 28
 """Words. CONTRIBUTING asks for 25; the margin is for code and figures, which count as words here."""
 
-MAX_WORDS = 34_244
+MAX_WORDS = 34_285
 """Words of all pages, with tables and code. Lower it when words go. Before adding, ask what goes."""
 
 RETIRED = re.compile(
