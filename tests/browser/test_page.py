@@ -289,6 +289,7 @@ def test_the_timeline_shows_pauses_and_exports_frames(opened: WatchedPage) -> No
 
 def test_speed_shows_acceptance_and_ten_minutes(opened: WatchedPage) -> None:
     """Acceptance by position, and charts with the last values."""
+    opened.ask("What is a draft?")
     opened.show("inside")
     page = opened.page
     page.wait_for_selector("table th:has-text('Draft 1')")
