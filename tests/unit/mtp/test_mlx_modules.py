@@ -217,6 +217,10 @@ def test_a_process_computes_its_product(tmp_path: Path, caplog: pytest.LogCaptur
 def test_only_the_objects_of_a_stage_count() -> None:
     """A model that was served before may still be in memory. Products in closures count, and each of them once."""
     kept, other = FusedLinear(AFFINE, (mx.zeros((1, 8)),)), FusedLinear(AFFINE, (mx.zeros((1, 8)),))
-    holder = {"call": lambda x: kept(x), "again": [kept]}
+
+    def call(x: mx.array) -> mx.array:
+        return kept(x)
+
+    holder = {"call": call, "again": [call]}
     found = [one for one in objects_of(holder) if isinstance(one, FusedLinear)]
     assert found == [kept] and other is not kept

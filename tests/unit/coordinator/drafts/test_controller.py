@@ -303,3 +303,16 @@ def test_wide_windows_of_a_few_sequences_allow_no_wide_trial() -> None:
         for _ in range(count):
             costs.record_step(width, 0, StepCost(float(width)), Shape(1))
     assert costs.widest == 1
+
+
+def test_slow_first_steps_are_no_cost() -> None:
+    """Two of three first steps may compile kernels. Seven slow steps show that the machine is slow."""
+    costs = StepCosts()
+    for seconds in (9.0, 8.0, 1.0, 1.1):
+        costs.record_step(2, 1, StepCost(seconds), Shape(2))
+        assert not costs.is_measured(Shape(2))
+    costs.record_step(2, 1, StepCost(1.2), Shape(2))
+    assert costs.seconds(2, 1) == pytest.approx(1.1)
+    for _ in range(7):
+        costs.record_step(2, 1, StepCost(8.0), Shape(2))
+    assert costs.seconds(2, 1) == 8.0
